@@ -387,7 +387,7 @@ def command_line_page() -> str:
         "With `hidden_state`, from that step on a rank's loss depends on state that only its process has. Only drills find these last two.",
         "A value in brackets is the default.",
         "Rank 0 writes the checkpoints: the kinds of saves happen there, whatever `rank` says.",
-        "A run that reaches its end without a fault that it was to meet names that fault (`never caused: ...`) and exits with 1.",
+        "If a requested fault was never caused, the run names it at its end (`never caused: ...`) and exits with 1.",
         "An attached loop has no `backward`, `compile` or `profile`, and none of the kinds of a step: they are refused.",
         "",
         "## Examples",
@@ -416,8 +416,12 @@ def _options_of_run() -> list[str]:
     for option in (*OWN.values(), *shared):
         says = SAYS_OF_SHARED.get(option.long, option.says)
         lines.append(f"| {_flags(option)} | {_cell(says[0].upper() + says[1:])}. |")
-    refused = ", ".join(f"`{long}`" for long in REFUSED)
-    lines += ["", f"Options of torchrun that are refused, with a line that says why: {refused}."]
+    refused, ignored = [
+        ", ".join(f"`{long}`" for long in REFUSED if (long in ACCEPTED_VALUES) is is_ignored)
+        for is_ignored in (False, True)
+    ]
+    lines += ["", f"Options of torchrun that are accepted and change nothing: {ignored}."]
+    lines += [f"Options that are refused, with a line that says why: {refused}."]
     lines += ["", "| example | what it does |", "|---|---|"]
     return [
         *lines,

@@ -120,7 +120,7 @@ def test_the_picture_of_a_killed_rank_is_that_of_its_table():
 
 
 def test_the_map_has_each_room_and_says_which_process_runs_it():
-    """A folder of the package is a room, or is named in the row of the one that it is in."""
+    """A folder of the package is a room, or is named in the row of the one that it is in; so is a feature."""
     table = rows(section(ARCHITECTURE, "Map"))
     rooms = {cells[0].strip("`") for cells in table}
     assert [room for room in rooms if not (PACKAGE / room).is_dir()] == []
@@ -129,6 +129,9 @@ def test_the_map_has_each_room_and_says_which_process_runs_it():
     top = {folder for folder in folders if len(folder.parts) == 1}
     assert {f"{folder}/" for folder in top} - {"on_path/"} <= rooms
     assert {room for room in named if not any(PACKAGE.rglob(room))} == set()
+    words = re.sub(r"[-_ ]", "", " ".join(cell for cells in table for cell in cells)).lower()
+    features = [path.parent.name for path in PACKAGE.glob("features/*/__init__.py")]
+    assert [one for one in features if one.replace("_", "") not in words] == []
     for room, runs_in, *_ in table:
         processes = re.sub(r"`[\w/.]+`: ", "", runs_in).replace(";", ",").split(", ")
         assert {*processes} <= PROCESSES, room
@@ -150,3 +153,29 @@ def test_each_method_that_developers_read_of_is_there(name):
     methods = {one for one in methods if not re.search(r"\.(md|py|toml|json)$", one)}
     assert methods
     assert methods - defined_anywhere() == set()
+
+
+def captured_by(path, owner):
+    """The names of the entries that ``capture`` of a class puts into a state."""
+    body = next(one for one in tree_of(path).body if getattr(one, "name", "") == owner).body
+    capture = next(one for one in body if getattr(one, "name", "") == "capture")
+    names = set()
+    for node in ast.walk(capture):
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(node.value, ast.Dict):
+            names |= {key.value for key in node.value.keys if isinstance(key, ast.Constant)}
+        for place in node.targets if isinstance(node, ast.Assign) else ():
+            if isinstance(place, ast.Subscript) and isinstance(place.slice, ast.Constant):
+                names.add(place.slice.value)
+    return names
+
+
+def test_each_entry_of_a_checkpoint_is_documented():
+    """Those of a task and of a loop, and the four that other functions add."""
+    page = (ROOT / "docs" / "files.md").read_text(encoding="utf-8")
+    table = page.split("\n### Other content of a checkpoint\n", 1)[1].split("\n\nEntries", 1)[0]
+    named = {name for names, _ in rows(table) for name in re.findall(r"`(\w+)`", names)}
+    captured = captured_by(PACKAGE / "training" / "state.py", "TrainState")
+    captured |= captured_by(PACKAGE / "training" / "own_loop" / "kept.py", "KeptState")
+    assert len(captured) > 25
+    assert named - captured == {"start", "local", "versions", "manifest"}
+    assert captured - named == set()

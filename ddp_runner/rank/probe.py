@@ -125,7 +125,7 @@ def _rehearse(backend: str, devices: list[str], *, limit_s: float) -> float:
 
 
 def _lead(ranks: list[_Rank], deadline_s: float, *, limit_s: float) -> None:
-    """Abort the ranks when they wait, in two acts as a supervisor does, and see them to their end."""
+    """Abort the ranks when they wait, in two phases as a supervisor does, and see them to their end."""
     has_aborted = has_cut = False
     while not all(rank.is_done for rank in ranks):
         _hear(ranks, deadline_s, limit_s=limit_s)

@@ -150,7 +150,7 @@ class SyntheticTask:
     def _note(self, size: int) -> str:
         vocabulary = self._rule.vocab_size
         return (
-            f"{size:,} synthetic sequences of {self._model.seq_len} tokens of {vocabulary:,}; the "
+            f"{size:,} synthetic sequences of {self._model.seq_len} tokens, vocabulary {vocabulary:,}; the "
             f"loss can fall from {math.log(vocabulary):.2f} to {self._rule.entropy_nats:.2f}"
         )
 

@@ -238,7 +238,7 @@ def _joined(generation, *, switch, world_size=1, port=0):
 
 
 def product_generations(facts):
-    """The product's own group: summed, aborted in two acts behind a kernel, formed again, many times."""
+    """The product's own group: summed, aborted in two phases behind a kernel, formed again, many times."""
     import torch
 
     from ddp_runner.kernel.group import device as product_device

@@ -225,7 +225,7 @@ class Simulation:
         self.home = Machine(self, clock=self.clock)  # of the supervisor that decides
         self.secrets = {}  # generation -> those that were handed out for it
         self.outputs = Outputs()
-        self.silent = silent  # collectives end in silence, and an abort takes two acts
+        self.silent = silent  # collectives end in silence, and an abort takes two phases
         self.random = random.Random(seed)
         self.steps = stage_ends[-1] if stage_ends else steps
         self.stage_ends = stage_ends  # steps at which they end, the last one's with the run

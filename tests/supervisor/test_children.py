@@ -26,6 +26,7 @@ from ddp_runner.kernel.processes.children import (
     signal_main_thread,
 )
 from ddp_runner.kernel.system import parent_death
+from ddp_runner.kernel.system.proc_state import STACKS_SIGNAL
 from tests.processes import poll, run_ranks
 
 
@@ -256,3 +257,31 @@ def test_a_stopped_process_shows_the_place_where_it_stopped(tmp_path):
     assert run_ranks(_ask_a_stopped_process, 1, path) == [0]
     places = re.findall(r"in (stop_here|stop_again_and_again)$", path.read_text(), re.MULTILINE)
     assert places.count("stop_here") == TIMES_STOPPED
+
+
+HANGS = """
+import select, sys
+from ddp_runner.kernel.parent.signal_box import SignalBox
+def hang():
+    print("hangs", flush=True)
+    sys.stdin.read()
+box = SignalBox()
+with box.installed():
+    hang()
+    select.select([box], [], [])
+    print(box.take())
+"""
+
+
+def test_a_supervisor_that_hangs_writes_where_when_asked():
+    """To its standard error; it continues, and a stop signal still reaches its loop."""
+    command = [sys.executable, "-c", HANGS]
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen(command, text=True, **pipes) as process:
+        assert process.stdout.readline() == "hangs\n"
+        process.send_signal(STACKS_SIGNAL)
+        stacks = [process.stderr.readline() for _ in range(3)]
+        assert stacks[1].endswith(" in hang\n")
+        process.send_signal(signal.SIGTERM)
+        said, _ = process.communicate()
+    assert (said, process.returncode) == (f"[{int(signal.SIGTERM)}]\n", 0)

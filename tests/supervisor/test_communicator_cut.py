@@ -1,4 +1,4 @@
-"""Aborts in two acts, where collectives end in silence: all hear first, then all abort."""
+"""Aborts in two phases, where collectives end in silence: all hear first, then all abort."""
 
 from __future__ import annotations
 

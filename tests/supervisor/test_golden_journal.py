@@ -143,7 +143,7 @@ def given_up(run):
 
 
 def cut(run):
-    """Collectives that end in silence: an abort in two acts; all die, and a checkpoint is read."""
+    """Collectives that end in silence: an abort in two phases; all die, and a checkpoint is read."""
     run.to_step(12)
     run.kill(2)
     run.to_step(33)

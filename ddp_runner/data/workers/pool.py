@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import faulthandler
 import gc
 import os
 import pickle
@@ -56,6 +55,7 @@ from ddp_runner.data.workers.transport import (
     connect,
 )
 from ddp_runner.kernel.system import parent_death
+from ddp_runner.kernel.system.proc_state import STACKS_SIGNAL, write_stacks_when_asked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -487,7 +487,6 @@ def _end(workers: list[BaseProcess], *, grace_s: float) -> None:
 
 # The rank acts on these at its next step boundary, and still needs batches to get there.
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-STACKS_SIGNAL = signal.SIGRTMIN  # as the ranks have it
 
 
 @contextmanager
@@ -544,7 +543,7 @@ class WorkerStart:
         gc.freeze()  # what the rank has left is never destroyed here
         if self._collects:
             gc.enable()
-        faulthandler.register(STACKS_SIGNAL, file=self._stacks, all_threads=True)
+        write_stacks_when_asked(self._stacks)
         parent_death.set_process_name(f"loader {self._rank}.{worker}")
         for number in IGNORED:
             signal.signal(number, signal.SIG_IGN)

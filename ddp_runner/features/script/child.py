@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import functools
 import mmap
 import os
@@ -37,6 +36,7 @@ from ddp_runner.kernel.step.failure import fault_of
 from ddp_runner.kernel.system import parent_death
 from ddp_runner.kernel.system.control_channel import Channel, ChannelClosedError
 from ddp_runner.kernel.system.interfaces import interface_of, interface_to
+from ddp_runner.kernel.system.proc_state import write_stacks_when_asked
 from ddp_runner.kernel.system.run_files import left_over, temporary_path, writer_of
 from ddp_runner.kernel.wire.board import Board, Cell, Slot
 from ddp_runner.kernel.wire.events import Faulted, RankFormed
@@ -67,7 +67,6 @@ _IMPORTED_AHEAD = (
     "torch.utils.data",
     STORE.module,
 )
-STACKS_SIGNAL = signal.SIGRTMIN  # nobody sends it to all processes of a run
 _THREADS = "OMP_NUM_THREADS"
 _IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)  # which programs of others expect to end of
 
@@ -162,7 +161,7 @@ def _be_an_ordinary_process(stdin: int | None = None) -> None:
     read = os.open(os.devnull, os.O_RDONLY) if stdin is None else stdin
     os.dup2(read, 0)
     os.close(read)
-    faulthandler.register(STACKS_SIGNAL, all_threads=True)
+    write_stacks_when_asked()
     # All forks would draw the same numbers; Python's own generator does this itself, and CUDA's begin later.
     np.random.seed()  # noqa: NPY002
     torch.default_generator.seed()

@@ -2,8 +2,8 @@
 
 gloo has no abort (for NCCL's, see communicators). What works (measured, torch 2.13: a blocked all-reduce raises within 2 ms and the
 process can form the next group): shut down duplicates of the group's connected sockets, and have gloo
-fail its own operations (group). How the sockets are shut matters: a write of gloo's that meets a reset
-is put by, and its operation then waits for the whole timeout (gloo, transport/tcp: Pair::write).
+fail its own operations (group). How the sockets are shut matters: gloo sets a write aside that meets a reset,
+and its operation then waits for the whole timeout (gloo, transport/tcp: Pair::write).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 An aborted kernel of NCCL's still posts its remaining steps to its neighbours (NCCL 2.21 to 2.30,
 prims_simple.h: postPeer), so that a peer that is not aborted yet comes to the end of a wrong sum and
-hears of no error. Hence two acts (NCCL's guide on fault tolerance: agree first, abort then): every
+hears of no error. Hence two phases (NCCL's guide on fault tolerance: agree first, abort then): every
 rank hears of the abort and commits nothing from then on, and only then communicators are aborted.
 """
 

@@ -217,7 +217,7 @@ class Group:
     def refuse_aborted(self) -> None:
         """Raise ConnectionError once this generation is aborted: what is computed in it is for nothing.
 
-        Where the device waits, an abort takes two acts, and :meth:`confirm` asks.
+        Where the device waits, an abort takes two phases, and :meth:`confirm` asks.
         """
         if not self.ends_in_silence:
             _refuse_if_tripped(self._switch, "the generation was aborted")

@@ -1,4 +1,4 @@
-"""The supervisor's loop: signals, sockets and ticks in, one :class:`Agent` at work, an ending out."""
+"""Runs the supervisor's loop: hands signals, messages and ended processes to an :class:`Agent` until it has an ending."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from ddp_runner.kernel.wire.messages import Metrics
 from ddp_runner.kernel.wire.packets import name_of
 
 TICK_S = 0.1
-_QUIT = "SIGQUIT"  # a shell has its background jobs ignore it; a run ends of it all the same
+_QUIT = "SIGQUIT"  # shells let background jobs ignore it; a run ends all the same
 
 
 class Agent(Protocol):
-    """What decides in a run. The loop hands it each event, and asks it at each turn to do what is due.
+    """Decides in a run. The loop hands it each event, and calls :meth:`advance` at each turn.
 
-    A :class:`Supervisor` repairs a training in place; of an opaque program, an agent of a feature's does what can be done.
+    A :class:`Supervisor` repairs a training in place. Features have other agents, for scripts and several machines.
     """
 
     node: Node
@@ -42,35 +42,35 @@ class Agent(Protocol):
 
     @property
     def ending(self) -> Ending | None:
-        """How the run has ended; None while it has not. Nothing else is asked of it then but what to say."""
+        """How the run has ended; None while it has not. After that only :meth:`closing_words` is called."""
 
     def on_packet(self, packet: bytes, rank: int | None) -> None:
-        """A packet came in; ``rank`` is that of the process that sent it, None for one that is no rank."""
+        """Hear a packet of the process of ``rank``; None for a process that is no rank."""
 
     def on_ended(self, ended: Ended) -> None:
-        """A child process was reaped."""
+        """Note that a child process has ended and was reaped."""
 
     def ask_stop(self, reason: StopReason, *, by: StopSignal = StopSignal.OTHER) -> None:
-        """Have the run end in order, or at once if the same is asked again."""
+        """Save and end the run; at once if this is asked again."""
 
     def ask_save(self) -> None:
-        """Have a checkpoint made, and go on."""
+        """Save a checkpoint and continue."""
 
     def advance(self) -> None:
-        """Do whatever the facts allow now; it waits for nothing."""
+        """Do everything that the facts allow now, without waiting."""
 
     def end_at_once(self, line: str) -> None:
-        """End a run that has no ending as it is, as a failed one."""
+        """End the run as failed, without a save, unless it has ended."""
 
     def fail(self, detail: str) -> None:
-        """End the run because the agent is at fault itself; one that has ended stays so."""
+        """End the run because of a bug in the agent itself, unless it has ended."""
 
     def closing_words(self) -> str:
-        """Return what there is to say after how the run has ended; empty where that is all."""
+        """Return a text for people to follow the line about the ending; it may be empty."""
 
 
 class Sideshow(Protocol):
-    """Something that has processes next to a run: programs, or what is shown of it."""
+    """Works next to a run and needs turns of the loop: the run's screen, and programs such as trackers."""
 
     def took(self, ended: Ended) -> bool:
         """Return whether a child that was reaped was its own."""
@@ -83,11 +83,14 @@ class Sideshow(Protocol):
 
 
 class Traffic(Protocol):
-    """Sockets that are neither a rank's nor a helper's; they are registered with ``source`` as the first of their data."""
+    """Reads sockets that belong to no rank or helper, such as those to other machines.
+
+    Each is registered in the selector with data that begins with ``source``.
+    """
 
     @property
     def source(self) -> object:
-        """By what its sockets are recognized."""
+        """Return the object by which the loop recognizes its sockets."""
 
     def hear(self, link: object) -> None:
         """Read from a socket that is ready."""
@@ -101,7 +104,7 @@ class Loop:
 
     def __init__(
         self,
-        supervisor: Agent,
+        agent: Agent,
         *,
         signals: SignalBox,
         selector: selectors.BaseSelector,
@@ -112,9 +115,10 @@ class Loop:
     ) -> None:
         self._clock = clock
         self._traffic = traffic
-        self._began_s = self._turned_s = clock.monotonic()  # the latter: the newest turn for all
-        self._supervisor = supervisor
-        self._node: Node = supervisor.node
+        self._began_s = clock.monotonic()
+        self._turned_s = self._began_s  # when all last had a turn
+        self._agent = agent
+        self._node: Node = agent.node
         self._limit = limit
         self._sideshows = tuple(sideshows)
         self._signals = signals
@@ -127,12 +131,12 @@ class Loop:
             self._node.start_zygote()
         if self._node.guardian.pid is None:
             self._start_guardian()
-        while self._supervisor.ending is None:
+        while self._agent.ending is None:
             try:
                 self._turn()
             except Exception:  # noqa: BLE001, PERF203 - the supervisor's boundary: still ends everything
-                self._supervisor.fail(traceback.format_exc())
-        return self._supervisor.ending
+                self._agent.fail(traceback.format_exc())
+        return self._agent.ending
 
     def _start_guardian(self) -> None:
         """Start it while torch is imported. A run can do without: only a SIGKILL of this process needs one."""
@@ -140,33 +144,33 @@ class Loop:
             self._node.start_guardian()
         except OSError as error:
             reason = error.strerror or str(error)
-            self._supervisor.recorder.say(
+            self._agent.recorder.say(
                 f"no guardian could be started ({reason}): if this process is killed, "
                 "processes that the task has started keep running",
                 level="WARNING",
             )
 
     def _turn(self) -> None:
-        # Figures are no fact to act on: short steps would have the whole run looked at for each of their lines.
+        # Nothing follows from metrics. With short steps, a whole turn for each line of them would be expensive.
         if self._hear() and self._clock.monotonic() < self._turned_s + TICK_S:
             return
         self._turned_s = self._clock.monotonic()
         for ended in self._node.reap():
             if not any(one.took(ended) for one in self._sideshows):
-                self._supervisor.on_ended(ended)
+                self._agent.on_ended(ended)
         for one in self._sideshows:
             one.look_first()
         now_s = self._clock.monotonic()
         if self._traffic is not None:
             self._traffic.look(now_s)
         self._look_at_clock(now_s)
-        self._supervisor.advance()
+        self._agent.advance()
         for one in self._sideshows:
             one.look(self._clock.monotonic())
 
     def _hear(self) -> bool:
-        """Take in whatever comes within a tick; return whether that is figures of ranks, and nothing else."""
-        ready, are_figures = self._selector.select(TICK_S), True
+        """Handle all that arrives within a tick; return True if it was metrics of ranks and nothing else."""
+        ready, is_metrics = self._selector.select(TICK_S), True
         for key, _ in ready:
             received = None
             if key.data is None:
@@ -174,26 +178,26 @@ class Loop:
             elif self._traffic is not None and key.data[0] is self._traffic.source:
                 self._traffic.hear(key.data[1])
             elif (received := self._node.receive(*key.data)) is not None:
-                self._supervisor.on_packet(*received)
-            are_figures &= received is not None and name_of(received[0]) == Metrics.__name__
-        return bool(ready) and are_figures
+                self._agent.on_packet(*received)
+            is_metrics &= received is not None and name_of(received[0]) == Metrics.__name__
+        return bool(ready) and is_metrics
 
     def _look_at_clock(self, now_s: float) -> None:
-        """Ask for the end once, where the time of this launch is over."""
+        """Ask for the end, once, when the time limit of this launch is over."""
         limit = self._limit
         if limit is None or now_s < self._began_s + limit.seconds:
             return
         self._limit = None
-        self._supervisor.recorder.say(limit.why)
-        self._supervisor.ask_stop(StopReason.PREEMPTED)
+        self._agent.recorder.say(limit.why)
+        self._agent.ask_stop(StopReason.PREEMPTED)
 
     def _take_signals(self) -> None:
         for number in self._signals.take():
             reason = STOP_SIGNALS.get(signal.Signals(number))
             if reason is not None:
                 by = INSISTENT.get(signal.Signals(number), StopSignal.OTHER)
-                self._supervisor.ask_stop(reason, by=by)
-            elif number == signal.SIGQUIT and self._supervisor.ending is None:
-                self._supervisor.end_at_once(f"{_QUIT}: ended at once")
+                self._agent.ask_stop(reason, by=by)
+            elif number == signal.SIGQUIT and self._agent.ending is None:
+                self._agent.end_at_once(f"{_QUIT}: ended at once")
             elif number == SAVE_SIGNAL:
-                self._supervisor.ask_save()
+                self._agent.ask_save()

@@ -1,7 +1,7 @@
-"""Handles each event of a run: gathers facts, asks core, performs the answer.
+"""Handles each event of a run: gathers facts, asks the rules (``kernel/rules``), performs the answer.
 
 Everything is level-triggered: an event only records a fact, and :meth:`Supervisor.advance` then does
-whatever the facts allow (plan, kill, fork, form, end). So the order of events matters little.
+everything that the facts allow (plan, kill, fork, form, end). So the order of events matters little.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ EXIT_TIMEOUT_S = 15.0  # for a rank that has finished to exit
 
 
 class Supervisor:
-    """One run, from the first fork to its ending. Driven by its loop; never waits for anything."""
+    """Supervises a training, from the first fork to its ending. Its loop calls it; it never waits."""
 
     def __init__(self, run: RunContext, parts: Parts) -> None:
         self.run = run
@@ -117,8 +117,8 @@ class Supervisor:
         self._observers = tuple(parts.observers)
         self._save_request = SaveRequest(self.facts, world=self.world, recorder=self.recorder)
         self._heard = self._messages()
-        # Those that mean nothing any more once the newest state is on its way to disk: nobody is repaired,
-        # and a rank that leaves says that it is ready.
+        # Nothing follows from these once the last save has begun: no rank is repaired then, and one that leaves
+        # its generation sends Ready.
         self._not_while_ending = {
             events.Faulted,
             events.RankFormed,
@@ -157,7 +157,7 @@ class Supervisor:
             self._on_rank_message(message, self.world.ranks[rank])
 
     def _messages(self) -> dict[type[object], Callable[..., None]]:
-        """What is done about each message of a rank: here, and by whoever observes the run."""
+        """Return the handler of each message of a rank: those here, and those of observers."""
         heard: dict[type[object], Callable[..., None]] = {
             events.StopSignalAtRank: self._stop_signal_at_rank,
             events.RankFormed: self._rank_formed,
@@ -185,7 +185,7 @@ class Supervisor:
         heard = self._heard.get(kind)
         if heard is not None:
             heard(message, handle)
-        elif isinstance(message, events.Report):  # nothing follows from it
+        elif isinstance(message, events.Report):  # it is only recorded
             self.recorder.reported(message)
         else:
             raise TypeError(f"a rank does not send {kind.__name__}")
@@ -261,7 +261,7 @@ class Supervisor:
         handle.machine.advance(RankEvent.GOT_FINISHED)
 
     def on_ended(self, ended: Ended) -> None:
-        """A child process was reaped. What it still had to say is heard first."""
+        """Handle the end of a child process, which was reaped; its last messages come first."""
         self.start.show_output()
         for packet, rank in self.node.last_packets(ended.pid):
             self.on_packet(packet, rank)
@@ -280,7 +280,7 @@ class Supervisor:
 
     @property
     def _is_ending(self) -> bool:
-        """True if ranks finish, or are asked to: no rank is taken back into such a world."""
+        """True if ranks finish, or are asked to: no rank that was given up returns then."""
         return self._stop is not None or self._has_any_finished
 
     @property
@@ -293,7 +293,7 @@ class Supervisor:
         return trains and self.machine.state is RunState.RUNNING and not self._repair.is_open
 
     def _turn(self, now_s: float) -> Turn:
-        """The turn of those that observe the run."""
+        """Return the facts of this turn for observers."""
         return Turn(
             now_s=now_s,
             is_fault_free=self._is_fault_free,
@@ -359,7 +359,7 @@ class Supervisor:
     def ask_save(self) -> None:
         """Save after the step, and go on. Kept over repairs until such a checkpoint is reported."""
         if self._stop is not None or self.run_end.is_known:
-            return  # which saves, or can no more
+            return  # the end of the run saves anyway, or a save is no longer possible
         self._save_request.ask()
 
     def _begin_stop(self, reason: StopReason) -> None:
@@ -378,7 +378,7 @@ class Supervisor:
 
     def _report(self, fault: Fault) -> None:
         if self._repair.returning.is_regrouping and fault.kind in VICTIM_KINDS:
-            return  # it was told to leave
+            return  # all ranks were told to leave, to take back one that had been given up
         if not self.run_end.is_known and self._finished_at_s is None:
             self._repair.report(fault)
 
@@ -551,12 +551,8 @@ class Supervisor:
         )
 
 
-# A checkpoint that a person waits for: kept over repairs until one is reported. Decides nothing
-# else.
-
-
 class SaveRequest:
-    """A request for a save, of the step at which it was made, or a later one."""
+    """Keeps a person's request for a checkpoint over repairs, until one of that step or a later one is reported."""
 
     def __init__(self, facts: RunFacts, *, world: World, recorder: RunRecord) -> None:
         self._facts = facts

@@ -24,9 +24,9 @@ SECRET_BYTES = 32
 
 
 class World:
-    """Owned by the supervisor's loop. ``home`` is the node of this process, which has the store.
+    """All ranks of a run; ``present`` are those that were not given up. Owned by the supervisor's loop.
 
-    ``others``: the nodes of the ranks that are not there.
+    ``home``: the node of this process, which has the store. ``others``: the nodes of the other machines.
     """
 
     def __init__(self, home: Node, others: Sequence[Host] = ()) -> None:

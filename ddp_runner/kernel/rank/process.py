@@ -24,12 +24,11 @@ from ddp_runner.kernel.system import parent_death
 from ddp_runner.kernel.system.control_channel import Channel
 from ddp_runner.kernel.system.folder_owner import FolderOwner
 from ddp_runner.kernel.system.interfaces import interface_of, interface_to
+from ddp_runner.kernel.system.proc_state import write_stacks_when_asked
 from ddp_runner.kernel.wire.board import Board, Cell, Slot
 from ddp_runner.kernel.wire.events import Faulted
 from ddp_runner.kernel.wire.fork_specs import RankSpec, Surroundings
 from ddp_runner.kernel.wire.messages import Fork
-
-STACKS_SIGNAL = signal.SIGRTMIN  # nobody sends it to all processes of a run
 
 
 def become(request: Fork, output: int, *, log: Path) -> StartupOutput:
@@ -110,7 +109,7 @@ def prepare_interpreter(spec: Surroundings, *, rank: int, local_rank: int) -> No
     os.dup2(null, 0)
     os.close(null)
     faulthandler.enable()
-    faulthandler.register(STACKS_SIGNAL, all_threads=True)
+    write_stacks_when_asked()
     os.environ.update(
         {
             "RANK": str(rank),

@@ -1,4 +1,4 @@
-"""A supervised trainer's surroundings: the control link, stop and abort, this rank's log file."""
+"""Connects a supervised rank with the supervisor: the control channel, stop and abort, this rank's log file."""
 
 from __future__ import annotations
 
@@ -150,8 +150,8 @@ def _as_it_is(runtime: SupervisedRuntime) -> None:
 class SupervisedRuntime:
     """Implements :class:`~ddp_runner.kernel.step.runtime.Runtime` over the control channel.
 
-    One listener thread receives. It acts on ``Abort`` at once; everything else waits for the
-    trainer to ask at a step boundary.
+    One listener thread receives. It acts at once on ``Abort``, ``Cut`` and ``Stacks``; everything else waits until the
+    training thread asks, between steps.
     """
 
     is_watched = True

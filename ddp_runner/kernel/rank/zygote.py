@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import faulthandler
 import gc
 import importlib
 import os
@@ -26,11 +25,11 @@ from ddp_runner import start
 from ddp_runner.kernel.rank.signals import leave_stops_to_supervisor, release_stops, stops_held
 from ddp_runner.kernel.system import parent_death
 from ddp_runner.kernel.system.control_channel import Channel, ChannelClosedError
+from ddp_runner.kernel.system.proc_state import write_stacks_when_asked
 from ddp_runner.kernel.wire.events import ZygoteReady
 from ddp_runner.kernel.wire.fork_specs import PROGRAMS, ForkKind, ImportsSpec
 from ddp_runner.kernel.wire.messages import NO_PROCESS, Fork, Forked
 
-STACKS_SIGNAL = signal.SIGRTMIN  # nobody sends it to all processes of a run
 _CUDA_NOT_INITIALIZED = 3  # cuda.h: CUDA_ERROR_NOT_INITIALIZED
 
 
@@ -230,7 +229,7 @@ def main(arguments: list[str]) -> int:
     parent_death.set_process_name("ddp:zygote")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     leave_stops_to_supervisor()
-    faulthandler.register(STACKS_SIGNAL, all_threads=True)  # a user's module may import for ever
+    write_stacks_when_asked()  # a user's module may import for ever
     channel = Channel.from_descriptor(descriptor)
     wanted, left_out = arguments[2], arguments[3:]
     environment = dict(os.environ)  # before anybody's import changes it

@@ -1,4 +1,4 @@
-"""The second act of an abort where collectives end in silence: communicators are aborted by all at once.
+"""Runs the second phase of an abort whose collectives end without an error: all ranks abort their communicators.
 
 What a rank aborts before its peers have heard lets them end a collective with wrong numbers, and
 commit those (see ``kernel/group/communicators.py``). So the supervisor waits for everybody's answer.

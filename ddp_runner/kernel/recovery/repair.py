@@ -1,6 +1,7 @@
 """Repairs a run, from the first sign of a fault to forked replacements.
 
-Gathers the faults that belong together, asks core for a plan, and carries it out as ranks answer and die.
+Gathers the faults that belong together, asks ``kernel/rules/recovery.py`` for a plan, and carries it out as ranks
+answer and end.
 """
 
 from __future__ import annotations
@@ -72,7 +73,9 @@ class Repair:
         self._clock = run.clock
         self._hangs = HangFinder(run)
         self._incident: OpenIncident | None = None
-        self._loader: int | None = 0  # at launch the first rank reads what is resumed
+        self._loader: int | None = (
+            0  # the rank that reads a checkpoint, if one must; at launch the first
+        )
         # Ranks of other machines that have, until training begins, a newer checkpoint of their own.
         self.loaders_elsewhere: set[int] = set()
         self._actions: list[str] = []
@@ -183,7 +186,7 @@ class Repair:
             self._recorder.record(events.Straggler(rank=rank, factor=round(factor, 2)))
 
     def advance(self, now_s: float) -> GiveUp | None:
-        """Find who hangs, judge the incident once nobody is still inside it, fork what is missing.
+        """Find ranks that hang, judge the incident once no answer is awaited, and fork missing ranks.
 
         Called once a turn, until the run ends. Never waits. Returns a plan to give up, which is the
         caller's to carry out; after that it is not called again.
@@ -205,7 +208,7 @@ class Repair:
         return None
 
     def _who_does_not_end(self, now_s: float) -> list[Fault]:
-        """Ranks that a plan has killed, and whose successors wait for that."""
+        """Return faults of ranks that a plan has killed, but that do not end; their successors wait for that."""
         if not self._world.counts.is_any_missing:
             return []
         return [
@@ -229,7 +232,7 @@ class Repair:
         self._world.wake(self._world.ranks)
 
     def _gather(self, incident: OpenIncident, now_s: float) -> GiveUp | None:
-        """Take in what else is found, and close the incident once nobody is still inside it."""
+        """Add what else is found, and close the incident once every rank has answered or ended."""
         # Nobody waits for a rank that the system holds stopped, whatever else goes on.
         self._take_in(self._hangs.find_stopped(now_s))
         # Nobody's communicators may be aborted while one of the ranks might still commit.
@@ -303,7 +306,7 @@ class Repair:
         self._kill_and_respawn(dead, now_s)
 
     def start_again(self, now_s: float) -> None:
-        """Have every rank begin again, in another stage: the first of them reads what that goes on from."""
+        """Replace all ranks for another stage; the first one reads the state with which that begins."""
         self._close_incident()
         present = self._world.present
         self._loader, self._resume = present[0].rank, "auto"

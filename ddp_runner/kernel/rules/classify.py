@@ -1,4 +1,4 @@
-"""Facts about a failure -> a Fault, and which of several faults came first. Never looks anything up."""
+"""Classifies failures: makes a Fault of the facts about one, and finds which of several faults came first."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SIGNAL_NAMES = {
     9: "SIGKILL", 10: "SIGUSR1", 11: "SIGSEGV", 12: "SIGUSR2", 13: "SIGPIPE", 14: "SIGALRM",
     15: "SIGTERM", 24: "SIGXCPU", 25: "SIGXFSZ", 31: "SIGSYS",
 }  # fmt: skip
-# What ends a process from outside only; it would have to mean itself to do so.
+# A process gets these only from outside, unless it sends one to itself on purpose.
 _SENT_BY_OTHERS = frozenset(
     {"SIGHUP", "SIGINT", "SIGQUIT", "SIGKILL", "SIGUSR1", "SIGUSR2", "SIGTERM"}
 )
@@ -48,7 +48,7 @@ class RankExit:
 
 
 def classify_exit(end: RankExit) -> Fault:
-    """A rank that ended before it had finished. Exit 0 is a fault too: its peers wait for it."""
+    """Return the fault of a rank that ended before it had finished. Exit 0 is one too: its peers wait for it."""
     mismatch = None if end.crash is None else end.crash.mismatch
     if end.killed_for_memory:
         kind = FaultKind.OUT_OF_MEMORY
@@ -201,7 +201,7 @@ _COLLECTIVE_TEXTS = (
 def classify_error(  # noqa: PLR0911 - a table in the order of precedence
     *, type_name: str, text: str, aborted: bool
 ) -> FaultKind:
-    """The kind of an exception that left a step, by its type's name and its text.
+    """Return the kind of an exception that left a step, by its type's name and its text.
 
     ``aborted``: whether this rank had been told to leave the generation; a communication error is
     then this runner's own doing. Texts are those of torch 2.6 to 2.15 and gloo.

@@ -28,8 +28,8 @@ class Election:
 def elect_source(replicas: Sequence[ReplicaProgress]) -> Election:
     """The newest replica is the source; ties go to the lowest rank. Raises ValueError if all are empty.
 
-    A rank that failed inside its optimizer never stands here: it is replaced by an empty one,
-    because half-updated weights may not spread.
+    A rank that failed inside its optimizer takes no part: an empty one replaces it, because half-updated
+    weights must not spread.
     """
     filled = [replica for replica in replicas if replica.committed_step > EMPTY_STEP]
     if not filled:

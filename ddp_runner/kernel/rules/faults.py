@@ -1,4 +1,4 @@
-"""The one vocabulary for failure: logs, display, exit codes and recovery all speak it."""
+"""Names and describes failures: logs, display, exit codes and recovery use these kinds."""
 
 from __future__ import annotations
 
@@ -11,18 +11,6 @@ from ddp_runner.kernel.rules.secrets import without_secrets
 # Both travel in one packet, and stay in events.jsonl and the summary for each fault.
 CAUSE_CHARACTERS_MAX = 1_000
 DETAIL_CHARACTERS_MAX = 8_000
-
-
-class Scope(Enum):
-    """The extent of a fault; recovery stays inside it if it can."""
-
-    SAMPLE = "sample"
-    MICRO_BATCH = "micro_batch"
-    STEP = "step"
-    RANK = "rank"
-    NODE = "node"
-    WORLD = "world"
-    RUN = "run"
 
 
 class FaultKind(Enum):
@@ -45,18 +33,14 @@ class FaultKind(Enum):
     REPLICA_DIVERGED = "replica_diverged"
     CHECKPOINT_BAD = "checkpoint_bad"
     STORAGE_FAILED = "storage_failed"
-    PREEMPTED = "preempted"
-    INTERRUPTED = "interrupted"
     STORE_DIED = "store_died"
     STORE_TAMPERED = (
         "store_tampered"  # by another program: the generation forms again under new keys
     )
-    ZYGOTE_DIED = "zygote_died"
     NODE_LOST = "node_lost"  # all its ranks are gone with it
     DEVICE_LOST = "device_lost"
     WRONG_GRADIENT = "wrong_gradient"  # a share whose bits another process does not reproduce
     BAD_INPUT = "bad_input"  # the user's settings, data or files: never retried
-    UNKNOWN = "unknown"
 
 
 class Origin(Enum):
@@ -65,37 +49,6 @@ class Origin(Enum):
     OWN = "own"  # the run itself: an exception, an exit, a hang, a crash that says why
     OUTSIDE = "outside"  # somebody else: SIGKILL, SIGSTOP
     UNCLEAR = "unclear"  # a signal that others send, and that a process brings upon itself
-
-
-SCOPE_OF_KIND = {
-    FaultKind.RANK_KILLED: Scope.RANK,
-    FaultKind.RANK_EXITED: Scope.RANK,
-    FaultKind.RANK_RAISED: Scope.RANK,
-    FaultKind.RANK_HUNG: Scope.RANK,
-    FaultKind.COLLECTIVE_FAILED: Scope.STEP,
-    FaultKind.COLLECTIVE_STUCK: Scope.STEP,
-    FaultKind.REDUCTION_UNFINISHED: Scope.STEP,
-    FaultKind.COMPILATION_FAILED: Scope.STEP,
-    FaultKind.OUT_OF_MEMORY: Scope.MICRO_BATCH,
-    FaultKind.LOADER_WORKER_DIED: Scope.RANK,
-    FaultKind.LOADER_TIMEOUT: Scope.RANK,
-    FaultKind.BAD_SAMPLE: Scope.SAMPLE,
-    FaultKind.NON_FINITE: Scope.STEP,
-    FaultKind.LOSS_EXPLODED: Scope.STEP,
-    FaultKind.REPLICA_DIVERGED: Scope.RANK,
-    FaultKind.CHECKPOINT_BAD: Scope.RUN,
-    FaultKind.STORAGE_FAILED: Scope.RUN,
-    FaultKind.PREEMPTED: Scope.RUN,
-    FaultKind.INTERRUPTED: Scope.RUN,
-    FaultKind.STORE_DIED: Scope.WORLD,
-    FaultKind.STORE_TAMPERED: Scope.WORLD,
-    FaultKind.ZYGOTE_DIED: Scope.RUN,
-    FaultKind.NODE_LOST: Scope.NODE,
-    FaultKind.DEVICE_LOST: Scope.RANK,
-    FaultKind.WRONG_GRADIENT: Scope.RANK,
-    FaultKind.BAD_INPUT: Scope.RUN,
-    FaultKind.UNKNOWN: Scope.WORLD,
-}
 
 
 # The rank where it happens repairs it itself and stays; the step is redone in a new generation.
@@ -148,11 +101,6 @@ class Fault:
     )
     origin: Origin = Origin.OWN
     host: str = ""  # of its rank, where there are several machines
-
-    @property
-    def scope(self) -> Scope:
-        """The extent of this fault."""
-        return SCOPE_OF_KIND[self.kind]
 
     def bounded(self) -> Fault:
         """The same fault, what users' code may have made too long cut: the end of a traceback counts."""

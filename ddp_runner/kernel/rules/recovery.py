@@ -1,4 +1,4 @@
-"""Fault + history + budget -> Plan. Decides; the supervisor performs."""
+"""Plans the repair of an incident from its fault, earlier incidents and the budget. The supervisor performs the plan."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NEVER_RETRIED = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Incident:
-    """One thing that went wrong, closed: who, when, and how far the run had come."""
+    """The faults that one repair handles, once they are gathered: who, when, and how far the run had come."""
 
     attribution: Attribution
     at_s: float
@@ -42,7 +42,7 @@ class Incident:
 
     @property
     def culprit(self) -> Fault:
-        """The first cause."""
+        """Return the fault that began the incident."""
         return self.attribution.culprit
 
 

@@ -30,10 +30,10 @@ class Peer:
 
 
 class Share(Protocol):
-    """What ranks do before the newest state is handed on; all call it."""
+    """Prepares the transfer of the newest state. All ranks call it."""
 
     def __call__(self, peers: Sequence[Peer], *, is_source: bool) -> None:
-        """``peers``: by rank; ``is_source``: this rank has the newest state, and sends it."""
+        """``peers``: all ranks, in order; ``is_source``: this rank has the newest state, and sends it."""
         ...
 
 
@@ -88,7 +88,7 @@ def _peers(group: Group, state: State, runtime: Runtime, name: str) -> list[Peer
 
 
 def _show_progress(slot: Slot) -> None:
-    """A transfer may take longer than forming may; it shows that it goes on."""
+    """Show the supervisor that the transfer continues: it may take longer than forming may."""
     slot.set(Cell.PHASE_SINCE_NS, time.monotonic_ns())
 
 

@@ -1,7 +1,7 @@
-"""The two halves of every commit: when the state may change, and what makes the change count.
+"""Commits a step in two halves: the checks before the state may change, and the stores that make the change count.
 
-Whoever trains makes the update between them. Computes no gradient and updates no weight. :class:`State` is all
-that the ranks' agreement, commit and repair know of what is trained.
+The code that trains makes the update between them; a commit computes no gradient and updates no weight.
+:class:`State` is all that the ranks' agreement, commit and repair know of what is trained.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Buffers(Relaid, Protocol):
 class State(Protocol):
     """Everything that a step changes on one rank.
 
-    ``committed_step`` counts the steps that count; EMPTY_STEP: the state is nothing yet, and must be received.
-    ``boundary_done_step``: up to which due evaluations and saves are made. ``is_in_doubt``: a comparison has
-    just found that it differs from others'.
+    ``committed_step`` is the number of committed steps; EMPTY_STEP means that this process has no state yet and
+    must receive one. ``boundary_done_step``: the step up to which due evaluations and saves are made.
+    ``is_in_doubt``: a comparison has just found that this state differs from that of other ranks.
     """
 
     committed_step: int
@@ -61,7 +61,7 @@ class State(Protocol):
         ...
 
     def before_change(self) -> None:
-        """Return once nobody reads in the background what a step changes; whoever changes it calls this first."""
+        """Wait until no thread reads what a step changes, as a save does. Call it before each change."""
         ...
 
     def change_begins(self) -> None:
@@ -103,12 +103,15 @@ class Agreed:
 
 
 class Commit:
-    """Takes the steps of one replica over the change of the state. Every rank calls both halves."""
+    """Commits the steps of one replica. Every rank calls both halves."""
 
     def __init__(
         self, state: State, replica: Replica, *, slot: Slot, watch_use: bool = False
     ) -> None:
-        """``watch_use``: count the steps in a row in which every parameter was used."""
+        """``slot``: this rank's cells on the board, shared memory that the supervisor reads.
+
+        ``watch_use``: count the steps in a row in which every parameter was used.
+        """
         self._state = state
         self._replica = replica
         self._slot = slot
@@ -122,9 +125,9 @@ class Commit:
         while_reducing: Callable[[], None] = lambda: None,
         may_commit: Callable[[], bool] = lambda: True,
     ) -> Agreed | None:
-        """Return after backward, once nothing keeps this rank from the update.
+        """Wait, after backward, until nothing keeps this rank from the update; return what all ranks share.
 
-        None if ``may_commit``, asked on every rank, returns False. Raises the errors that keep the step from being
+        Returns None if ``may_commit``, asked on every rank, returns False. Raises the errors that keep the step from being
         complete; nothing that survives has been changed then. ``scale``: of the gradients. ``measure``: a
         number of the reduced gradients, which is read with the signals, since each read from a device waits
         for it. ``while_reducing`` is called once all work of the step is enqueued on the device, just
@@ -159,9 +162,10 @@ class Commit:
         return Agreed(signals=signals, measured=measured, all_used=all_used)
 
     def begin_change(self) -> None:
-        """The update comes next. From here to :meth:`end_change` nothing may wait for another rank.
+        """Mark this rank as dirty: the update comes next.
 
-        A rank that fails in between stands as dirty on the board: it is replaced.
+        From here to :meth:`end_change` nothing may wait for another rank. A rank that fails in between is
+        replaced, because its weights may be half updated.
         """
         # INVARIANT dirty-around-update: the board says dirty while weights are half updated.
         # Broken if: the optimizer runs outside the two stores.
@@ -170,7 +174,7 @@ class Commit:
         self._state.change_begins()
 
     def end_change(self, agreed: Agreed, *, applied: bool, samples: int) -> None:
-        """The update is over, or was left out where it is not ``applied``: the step counts."""
+        """Count the step; its update is over, or was left out if it is not ``applied``."""
         state = self._state
         step = state.committed_step + 1
         state.change_ends(step, applied=applied, all_used=agreed.all_used)

@@ -1,6 +1,6 @@
-"""The port between training and whatever keeps its state: what a session, a guard and an engine ask of it.
+"""Declares the port through which a session, a guard and an engine keep the state, and get it back.
 
-Names no file, no thread and no policy. ``saving.py`` implements it with checkpoints.
+It names no file, no thread and no policy. ``training/saves/saving.py`` implements it with checkpoints.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ class Owed:
 
 
 class Durable(Protocol):
-    """Keeps a rank's state beside training, and gives it back. All calls come from the training thread.
+    """Keeps a rank's state in the background, and gives it back. Calls come from the training thread, but for :meth:`copies_of`.
 
-    Every rank has one and calls it at the same places, unless a method says otherwise; that of the
-    group's rank 0, which leads, keeps the state, and that of the first rank of each other machine keeps copies there.
+    Every rank has one and calls it at the same places, unless a method says otherwise. The one of the
+    group's rank 0, which leads, keeps the state; that of the first rank of each other machine keeps copies there.
     """
 
     def lead(self, *, is_leader: bool, is_first_here: bool) -> Owed:
@@ -73,7 +73,10 @@ class Durable(Protocol):
         ...
 
     def committed(self, step: int, *, step_s: float, is_wanted: bool, is_mine: bool) -> None:
-        """``step`` counts, and took so long; all ranks know by it whether a file ``is_wanted``, by this rank's vote or another's."""
+        """Note that ``step`` was committed, and took ``step_s``.
+
+        ``is_wanted``: a rank has voted for a file, as all ranks know now; ``is_mine``: this rank has.
+        """
         ...
 
     def keep(self, how: Keep) -> None:
@@ -81,11 +84,11 @@ class Durable(Protocol):
         ...
 
     def judge(self, trust: Trust, *, compare_s: float | None = None) -> None:
-        """Say what is known of the state that is being kept, if one is; ``compare_s``: training waited so long to know."""
+        """Give the verdict on the state that is being kept, if one is. ``compare_s``: training waited so long for it."""
         ...
 
     def copies_of(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return what will be written of these tensors; themselves, where nothing waits for a verdict. For any thread."""
+        """Return the copies of these tensors that will be written; the tensors if no save waits for a verdict."""
         ...
 
     def newest_step(self) -> int:
@@ -93,20 +96,20 @@ class Durable(Protocol):
         ...
 
     def forget(self) -> None:
-        """The course of the run is left: nothing of it that is in memory may be gone back to."""
+        """Drop what is kept in memory: the run has rolled back, and must not return to it."""
         ...
 
     def give_back(self) -> None:
-        """Put the newest state that was kept in the place of the present one, on the leader. Raises FaultError."""
+        """Replace the present state by the newest kept one, on the leader. Raises FaultError."""
         ...
 
     def end(
         self, reason: StopReason | None, *, compare_s: float = 0.0, has_news: bool = False
     ) -> Fault | None:
-        """Have the state as it is on disk, on the rank that leads; nothing is kept after it.
+        """Save the state as it is, on the leader, as the last save.
 
-        Returns the fault for which this process ends; None where the state is where it should be.
-        ``reason`` is None where the run is given up: then any rank may be asked, alone, and there is always
+        Returns the fault for which this process ends; None if the state is saved.
+        ``reason`` is None if the run is given up: then any rank may be asked, alone, and there is always
         a fault. ``has_news``: a file of this very step is made again. Raises FaultError as well.
         """
         ...

@@ -1,11 +1,10 @@
-"""Engine: has one rank train in a loop that is another's, over generation after generation.
+"""Takes one rank through all its generations, around a training loop that is not the engine's.
 
     for micro_batches in engine.steps():
         with engine.step() as step:
             step.result = ...
 
-Decides nothing about repair: what broke goes to the runtime as a Fault, and the next generation
-comes from there.
+It decides nothing about repair: it reports a Fault to the runtime, which gives it the next generation.
 """
 
 from __future__ import annotations
@@ -42,50 +41,50 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-# Where a disk refused us, or a value was of no use, is in our own code: the plan says where.
+# For these kinds our own traceback helps nobody; the plan's line names the place.
 OF_NO_USE = {FaultKind.STORAGE_FAILED, FaultKind.STORE_TAMPERED, FaultKind.BAD_INPUT}
 
 _Found = TypeVar("_Found")
 
 
 class Client(Protocol):
-    """The loop that the engine runs, and what is trained there. Every rank calls its methods at the same places.
+    """Knows what is trained, for the engine: a task, or a user's loop. Every rank calls its methods at the same places.
 
     ``is_first``: this process has trained in no generation yet.
     """
 
     def ready(self, *, is_first: bool) -> Ready:
-        """Say with what this rank could join the next generation."""
+        """Return the message with which this rank offers to join the next generation."""
         ...
 
     def compare(self, group: Group) -> None:
-        """Compare with the other ranks what must be alike before one has another's state."""
+        """Compare with the other ranks what must be equal before a state is transferred."""
         ...
 
     def share(
         self, group: Group, peers: Sequence[Peer], *, is_source: bool, is_first: bool
     ) -> None:
-        """Do what must be done before the newest state is handed on, which this rank has if ``is_source``."""
+        """Prepare the transfer of the newest state, which this rank sends if ``is_source``."""
         ...
 
     def agree(self, group: Group, *, is_first: bool) -> None:
-        """Agree with the other ranks, which have the same state by now, on what else they need alike."""
+        """Agree on everything else that must be equal; all ranks have the same state by now."""
         ...
 
     def enter(self, group: Group) -> Makers:
-        """Get ready to make steps in a generation."""
+        """Wrap the model, and return what makes steps in this generation."""
         ...
 
     def repaired(self, fault: Fault) -> Fault:
-        """Change what keeps this rank from doing the step, where that is in its hands; the fault then."""
+        """Remove the cause of ``fault`` if this process can, and return the fault as it is then."""
         ...
 
     def recovered(self) -> None:
-        """The device answers after a fault: give back what the step that broke has left there."""
+        """Free what the broken step has left on the device, which answers again."""
         ...
 
     def conclude(self, group: Group, reason: StopReason) -> None:
-        """Take in that training has ended, with the other ranks."""
+        """Conclude the training, together with the other ranks."""
         ...
 
 
@@ -127,21 +126,20 @@ class Engine:
     def __init__(
         self, client: Client, *, state: State, runtime: Runtime, durable: Durable, place: Place
     ) -> None:
-        """``state``: of what ``client`` trains."""
+        """``state``: the one that ``client`` trains."""
         self._client = client
         self._state = state
         self._runtime = runtime
         self._durable = durable
         self._place = place
         self._rank = runtime.rank_info.rank
-        self._generation: Generation | None = None  # the newest, which may have been left
-        self._session: Session | None = None  # of the generation that this rank is in
-        self._step: StepInHand | None = None  # in there, between its beginning and the next one's
-        self._held = contextlib.ExitStack()  # what is to be left with that generation
-        self._fault: Fault | None = None  # for which the last one was left; the runtime knows it
-        self.error: Exception | None = (
-            None  # for which the newest was left, where nobody repairs it
-        )
+        self._generation: Generation | None = None  # the newest, also after this rank has left it
+        self._session: Session | None = None  # None while this rank is in no generation
+        self._step: StepInHand | None = None  # of that session, until the next one begins
+        self._held = contextlib.ExitStack()  # closed when this rank leaves its generation
+        self._fault: Fault | None = None  # that ended the last generation; it was reported
+        # The error that ended the newest generation, for a run without a supervisor.
+        self.error: Exception | None = None
         self._has_trained = False
         self._has_ended = False
 
@@ -260,7 +258,7 @@ class Engine:
         return step
 
     def _form(self, generation: Generation) -> Session:
-        """Join ``generation``, stand where its ranks stand, and get ready for its first step."""
+        """Join ``generation``, receive the newest state if this rank is behind, and prepare the first step."""
         slot, is_first = self._runtime.slot, not self._has_trained
         began_s = time.monotonic()
         slot.set(Cell.GENERATION, generation.membership.generation)
@@ -300,12 +298,12 @@ class Engine:
                 rebuild_s=time.monotonic() - transferred_s,
             )
         )
-        # Forming has a deadline of its own, which ends with the world being formed.
+        # The deadline of forming ends here.
         slot.stamp(Phase.COMPARE, time.monotonic_ns())
         return session
 
     def _open_session(self, group: Group) -> Session:
-        """Have the client get ready to make steps in ``group``; what is opened is closed with the generation."""
+        """Open the session of ``group``, which is closed when this rank leaves the generation."""
         makers = self._client.enter(group)
         self._session = session = Session(
             self._state, self._runtime, self._durable, group=group, makers=makers
@@ -322,15 +320,15 @@ class Engine:
             session.close()
 
     def _conclude(self, session: Session) -> None:
-        """The end of training: unwrap, conclude with the others, and leave with them."""
+        """End training: close the session, conclude with the other ranks, and leave the group."""
         self._close_session()
         self._client.conclude(session.group, session.reason)
         self._held.close()
         self._has_ended = True
 
     def _break_off(self, error: Exception) -> None:
-        """Leave the generation because of ``error`` and report it; what its step has changed is put back."""
-        # Without a supervisor it ends the program, as what it is.
+        """Leave the generation because of ``error``, undo the unfinished step, and report the fault."""
+        # Without a supervisor the error itself ends the program.
         self.error = None if self._runtime.is_watched else error
         fault = self._leave(error)
         self._state.drop_unfinished_step()
@@ -341,7 +339,7 @@ class Engine:
         self._runtime.report(Faulted(generation=number, fault=self._fault))
 
     def _leave(self, error: Exception) -> Fault:
-        """Leave the generation; nothing of the step that broke in there is held after it."""
+        """Leave the generation, and free what the broken step holds; return the fault."""
         slot, step = self._runtime.slot, self._state.committed_step
         try:
             self._held.__exit__(type(error), error, error.__traceback__)
@@ -364,7 +362,7 @@ class Engine:
         return fault
 
     def _repaired(self, fault: Fault) -> Fault:
-        """Change what keeps this rank from doing the step, where that is in its hands."""
+        """Remove the cause of the fault if this process can, and return the fault as it is then."""
         if not fault.may_retry:
             return fault
         if fault.kind is FaultKind.REPLICA_DIVERGED:
@@ -375,7 +373,7 @@ class Engine:
         return self._client.repaired(fault)
 
     def _log(self, fault: Fault) -> None:
-        """A cause once, with its traceback, where the console sees it; a consequence in the file only."""
+        """Log a cause with its traceback, also on the console, and a consequence in the file only."""
         logger = self._runtime.logger
         for_file = fault.kind in VICTIM_KINDS | OF_NO_USE
         for_file |= fault.kind is FaultKind.RANK_RAISED and not fault.may_retry

@@ -1,6 +1,6 @@
 """The port between a rank's training and its surroundings, which form generations and hear of progress and faults.
 
-``rank`` implements it for supervised runs, ``local_runtime.py`` for a single process.
+``kernel/rank/runtime.py`` implements it for supervised ranks, ``training/local_runtime.py`` without a supervisor.
 """
 
 from __future__ import annotations

@@ -160,7 +160,7 @@ class Ready:
     ``committed_step`` is -1 if empty; ``run_id`` is that of the checkpoint it resumes, or empty.
     ``notes``: lines to show people once. ``is_complete``: no step is left to train. ``changed_task``: the task's
     file, where it is not the one that the checkpoint was made with; else empty. ``ends_in_silence``: a collective
-    that is aborted ends like one that is whole, so that an abort takes two acts. ``device_free_bytes``: on its
+    that is aborted ends like one that is whole, so that an abort takes two phases. ``device_free_bytes``: on its
     GPU, before any was taken. ``block``: lines of rank 0. ``is_given_all``: a user's task that gets all settings.
     """
 

@@ -54,7 +54,7 @@ def publish_final(parts: RankParts, best: BestWeights | None = None) -> None:
                         average.enter_context(state.ema.swapped_in(state.model))
                     weights = state.weights()
                 path = store.publish_weights(name, _on_host(weights or {}))
-            parts.runtime.logger.info(f"weights at the end{of}: {path}", step=state.committed_step)
+            parts.runtime.logger.info(f"final weights{of}: {path}", step=state.committed_step)
         if not has_average:
             store.withdraw_weights(FINAL_AVERAGE)
     except FaultError as error:

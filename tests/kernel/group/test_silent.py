@@ -81,7 +81,7 @@ def test_one_rank_s_abort_ends_its_peer_s_sum_with_wrong_numbers():
 
 
 def _blocked(me, port):
-    """All but rank 2 wait in a sum; each is aborted in two acts, when it is asked to."""
+    """All but rank 2 wait in a sum; each is aborted in two phases, when it is asked to."""
     switch = AbortSwitch()
     committed = []
 
