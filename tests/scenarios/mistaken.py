@@ -29,6 +29,13 @@ class TupleLoss:
         return outputs.square().mean(), outputs
 
 
+class DetachedLoss(TupleLoss):
+    """Returns a number that nothing can be learnt from."""
+
+    def loss(self, model, batch):
+        return super().loss(model, batch)[0].detach()
+
+
 class DictOfEvaluation(TupleLoss):
     """Returns more where it is not trained."""
 

@@ -95,7 +95,7 @@ def check_reported_once(run, text):
 @pytest.mark.parametrize(
     ("name", "gave", "steps"),
     [
-        ("TupleLoss", "a tuple of 2 (return the loss of it), not a scalar tensor, (loss,", 0),
+        ("DetachedLoss", "a tensor without a graph to the parameters: nothing would be trained", 0),
         ("DictOfEvaluation", "a dict of loss, logits (return the loss of it), not a scalar", 2),
     ],
 )
