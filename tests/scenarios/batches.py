@@ -7,7 +7,6 @@ import time
 
 import torch
 from torch import nn
-from torch.utils.data import default_collate
 
 from ddp_runner.training.task import Datasets
 
@@ -22,13 +21,9 @@ class Sentences(torch.utils.data.Dataset):
 
     def __getitem__(self, index):
         x = torch.randn(8, generator=torch.Generator().manual_seed(index))
-        return {"x": x + 0.05 * torch.randn(8), "y": x[:2].sum().unsqueeze(0), "text": str(index)}
-
-
-def as_list(samples):
-    """Where the batch is a list."""
-    batch = default_collate(samples)
-    return [batch["x"], batch["y"], batch["text"]]
+        y = x[:2].sum().unsqueeze(0)
+        x = x + 0.05 * torch.randn(8)
+        return {"x": x, "y": y, "text": str(index), "pair": [x, y]}
 
 
 def scaled(batch, way):
@@ -38,8 +33,8 @@ def scaled(batch, way):
             row["x"] *= 2
         return *(torch.stack([row[key] for row in batch]) for key in "xy"), ["end"]
     if way == "item":
-        batch[0] = batch[0] * 2
-        return batch[0], batch[1], [*batch[2], "end"]
+        batch["pair"][0] = batch["pair"][0] * 2
+        return *batch["pair"], [*batch["text"], "end"]
     if way == "pop":
         return batch.pop("x") * 2, batch["y"], [*batch["text"], "end"]
     if way == "pure":
@@ -63,7 +58,7 @@ class BatchTask:
     def build_datasets(self):
         if self.way == "rows":  # as what lies in memory is often given: a list, handed on as it is
             return Datasets(train=[Sentences()[n] for n in range(200)], collate=list)
-        return Datasets(train=Sentences(), collate=as_list if self.way == "item" else None)
+        return Datasets(train=Sentences())
 
     def build_model(self):
         return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 1))
@@ -73,6 +68,14 @@ class BatchTask:
         time.sleep(PACE_S)
         weight = 1 + 0.01 * sum(len(text) for text in texts)
         return weight * nn.functional.mse_loss(model(x), y)
+
+
+class ChangingTask(BatchTask):
+    """Its batches are changed in another way in each step."""
+
+    def loss(self, model, batch, context):
+        self.way = ("key", "item", "pop", "array", "list")[context.step % 5]
+        return super().loss(model, batch)
 
 
 class Shuffled(torch.utils.data.IterableDataset):

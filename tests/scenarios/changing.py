@@ -69,6 +69,10 @@ class Grows(Regression):
         return Bank()
 
 
+class CountsClipsAndGrows(Counts, Clips, Grows):
+    """All of that in each step."""
+
+
 class Unfreezes(Regression):
     def __init__(self):
         self.step = 0

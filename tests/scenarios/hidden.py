@@ -29,23 +29,6 @@ class HoldsAGlobal(PacedTask):
         return loss * (1 + 0.01 * next(_calls)) if model.training else loss
 
 
-def _counting():
-    calls = itertools.chain((0, 0), itertools.count(1))
-    return lambda loss: loss * (1 + 0.01 * next(calls))
-
-
-class HoldsAClosure(PacedTask):
-    """Counts its calls in an iterator, which nobody can look into."""
-
-    def __init__(self, **options):
-        super().__init__(**options)
-        self._scaled = _counting()
-
-    def loss(self, model, batch):
-        loss = super().loss(model, batch)
-        return self._scaled(loss) if model.training else loss
-
-
 class HoldsAFile(PacedTask):
     """Counts the calls of each of its processes in a file."""
 

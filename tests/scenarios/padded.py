@@ -92,11 +92,6 @@ class Negative(Padded):
         return Weighted(weighted.total, -weighted.weight), parts
 
 
-class Listed(Padded):
-    def loss(self, model, batch):
-        return [super().loss(model, batch)[0].total]
-
-
 class Block(nn.Module):
     """Of the statistics of its batch, with dropout; what is padded counts in them as the rest does."""
 

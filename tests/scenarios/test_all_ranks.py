@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -14,11 +15,14 @@ import pytest
 
 from ddp_runner.checkpoint.manifest import step_of
 from ddp_runner.checkpoint.memory_slots import MemorySlots
+from tests import ready
 from tests.processes import poll
 from tests.scenarios import moments
 from tests.scenarios.conftest import PATIENT
-from tests.scenarios.harness import Run, assert_every_sample_once
+from tests.scenarios.harness import ROOT, Run, assert_every_sample_once
 
+SHELL = ("bash", str(ROOT / "launch_training.sh"), "train")
+CHECKOUT = {"DDP_RUNNER_PYTHON": sys.executable}
 WORLD = 2
 COPY_EVERY, SAVE_EVERY = 4, 20
 ALL = tuple(range(WORLD))
@@ -178,17 +182,22 @@ def test_wherever_all_ranks_are_killed_the_newest_whole_state_goes_on(made_once,
 
 
 def test_a_supervisor_killed_amid_a_copy_leaves_the_disk_as_it_was(made_once, tmp_path):
-    """Its memory goes with it, and nothing else of it is there; the next launch resumes from the file."""
+    """Its memory goes with it, and nothing else of it is there; the next launch resumes from the file.
+
+    Both begun by the script of the checkout: a person's command, given again.
+    """
     steps = ("--max-steps", 34)
+    how = {"command": SHELL, "environment": CHECKOUT | ready.environment()}
+    how |= {"world": WORLD, "task": moments.TASK}
     ask(tmp_path, 0, Moment("half copied", SAVE_EVERY + 1))
-    with Run(tmp_path, *SETTINGS, *steps, world=WORLD, task=moments.TASK) as run:
+    with Run(tmp_path, *SETTINGS, *steps, **how) as run:
         poll(lambda: moments.reached(tmp_path, 0), what=f"a copy: {run.console}")
         run.wait_for_checkpoint(SAVE_EVERY)  # which the saver writes beside the steps since
         run.signal(signal.SIGKILL)
         run.assert_gone()
         run.assert_machine_clean()
     ask(tmp_path, 1, None)
-    with Run(tmp_path, *SETTINGS, *steps, world=WORLD, task=moments.TASK) as run:
+    with Run(tmp_path, *SETTINGS, *steps, **how) as run:
         assert run.wait() == 0, run.console
     assert run.events("run_begins")[-1]["resumed_step"] == SAVE_EVERY
     plain = ("-b", 8, "num_workers=0", "warm_spare=false", "task.pace_s=0", *steps)

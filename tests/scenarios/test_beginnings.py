@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import shutil
 
 import pytest
 import torch
@@ -18,12 +18,12 @@ def earlier(made_once):
     return made_once(*SHORT, *PATIENT)
 
 
-def test_a_run_begins_with_the_weights_that_a_pointer_leads_to(earlier, tmp_path):
-    """As with the file itself; a folder means its newest checkpoint."""
+def test_a_run_begins_with_the_weights_that_a_folder_leads_to(earlier, tmp_path):
+    """As with the file itself: a folder means its newest checkpoint, which its pointer names."""
     folder = earlier.checkpoints
     file = folder / (folder / "last").read_text().strip()
     digests = []
-    for number, path in enumerate((file, folder / "last", folder)):
+    for number, path in enumerate((file, folder)):
         with Run(tmp_path / str(number), *SHORT, "--init-from", path, *PATIENT) as run:
             assert run.wait() == 0, run.console
         digests.append(run.digest)
@@ -46,13 +46,12 @@ class RunsCode:
         return (open, ("made_by_code", "w"))
 
 
+# Seen while settings are read, and once there is a model; all others: tests/checkpoint/test_weights.py.
 INIT = {
-    "pipe": (lambda path, source: os.mkfifo(path), "is neither a file nor a folder"),
     "code": (
         lambda path, source: torch.save({"w": RunsCode()}, path),
         "holds objects that could run code; refused (io.open)",
     ),
-    "model: 5": (lambda p, s: with_model(p, s, lambda model: 5), "holds no state dict; expected"),
     "nan": (lambda p, s: with_model(p, s, poisoned), "holds a value that is not finite (NaN or"),
 }
 
@@ -73,27 +72,29 @@ def test_weights_that_are_none_are_one_line(earlier, tmp_path, kind):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["console.txt", "tmp", "w.pt"]
 
 
-def test_a_checkpoint_whose_model_is_none_is_one_line(tmp_path):
+@pytest.fixture
+def folder(earlier, tmp_path):
+    """One with the checkpoints of the earlier run."""
+    shutil.copytree(earlier.checkpoints, tmp_path / "checkpoints")
+    return tmp_path
+
+
+def test_a_checkpoint_whose_model_is_none_is_one_line(folder):
     """Exit 2, and it stays where it is: it may be of a version that is yet to come."""
-    run = Run(tmp_path, *SHORT, "--resume", "none", *PATIENT)
-    with run:
-        assert run.wait() == 0, run.console
-    newest = run.checkpoints / "step_00000006.pt"
+    newest = folder / "checkpoints" / "step_00000006.pt"
     with_model(newest, newest, lambda model: 5)
     newest.with_suffix(".json").unlink()  # it is whole by its archive
-    with Run(tmp_path, *SHORT, "--max-steps", 9, *PATIENT) as again:
+    with Run(folder, *SHORT, "--max-steps", 9, *PATIENT) as again:
         assert again.wait() == 2, again.console
     assert f"error: --resume={newest}: holds no model" in again.console
     assert newest.exists()
 
 
-def test_a_folder_in_which_no_checkpoint_can_be_loaded_is_one_line(tmp_path):
+def test_a_folder_in_which_no_checkpoint_can_be_loaded_is_one_line(folder):
     """Exit 1 and the way on; the run does not begin from nothing, and nothing of ours is shown."""
-    with Run(tmp_path, *SHORT, *PATIENT) as run:
-        assert run.wait() == 0, run.console
-    for path in run.checkpoints.glob("*.pt"):
+    for path in (folder / "checkpoints").glob("*.pt"):
         path.write_bytes(b"torn")
-    with Run(tmp_path, *SHORT, "--max-steps", 9, *PATIENT) as again:
+    with Run(folder, *SHORT, "--max-steps", 9, *PATIENT) as again:
         assert again.wait() == 1, again.console
     errors = [line for line in again.console.splitlines() if "ERROR" in line or "error" in line]
     (line,) = errors

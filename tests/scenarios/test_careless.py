@@ -10,7 +10,7 @@ import torch
 from tests.scenarios.harness import Run
 
 CARELESS = f"{Path(__file__).with_name('careless.py')}:CarelessTask"
-SETTINGS = ("-b", 8, "--max-steps", 60, "num_workers=1", "evaluate_interval=1", "--audit")
+SETTINGS = ("-b", 8, "--max-steps", 40, "num_workers=1", "evaluate_interval=1", "--audit")
 
 
 def test_a_model_made_from_a_set_resumes_with_its_moments(tmp_path, made_once):
@@ -25,7 +25,7 @@ def test_a_model_made_from_a_set_resumes_with_its_moments(tmp_path, made_once):
     with Run(tmp_path / "run", *here, task=CARELESS, environment=another) as run:
         assert run.wait() == 0, run.console
     weights = [
-        torch.load(one.checkpoints / "step_00000060.pt", weights_only=True)["model"]
+        torch.load(one.checkpoints / "step_00000040.pt", weights_only=True)["model"]
         for one in (fault_free, run)
     ]
     assert list(weights[0]) != list(weights[1])
@@ -53,4 +53,4 @@ def test_data_that_is_shuffled_where_it_is_made_is_the_same_everywhere(tmp_path,
         "the task's sample() raised IndexError: list index out of range (careless.py:68); left out",
     ):
         assert console.count(line) == 1, console
-    assert fault_free.summary()["checkpoint"].endswith("step_00000060.pt")
+    assert fault_free.summary()["checkpoint"].endswith("step_00000040.pt")

@@ -56,29 +56,6 @@ def test_what_a_resume_changes_is_reported_everywhere_and_for_good(tmp_path):
     assert f"changed: {again}\n" in third.console
 
 
-def test_what_cannot_matter_is_not_reported_and_changes_no_bit(tmp_path):
-    """More steps at a constant rate, more workers, other intervals: the weights of one long run."""
-    constant = ("schedule=constant", "ema_decay=0.9")
-    launched(tmp_path / "two", *constant, "--max-steps", 12)
-    changed = ("num_workers=1", "log_interval=3", "save_every_steps=5", "--max-steps", 24)
-    two = launched(tmp_path / "two", *constant, *changed)
-    one = launched(tmp_path / "one", *constant, "--max-steps", 24)
-    assert "changed: " not in two.console
-    assert (two.summary()["exact"], two.summary()["inexact_reasons"]) == (True, [])
-    assert two.digest == one.digest
-
-
-def test_a_longer_run_whose_steps_had_its_rates_is_exact(tmp_path):
-    """A first step has the highest rate whatever the length: the weights of one long run, and no line."""
-    linear = ("schedule=linear", "warmup_steps=0")
-    launched(tmp_path / "two", *linear, "--max-steps", 1)
-    two = launched(tmp_path / "two", *linear, "--max-steps", 12)
-    one = launched(tmp_path / "one", *linear, "--max-steps", 12)
-    assert "changed: " not in two.console
-    assert (two.summary()["exact"], two.summary()["inexact_reasons"]) == (True, [])
-    assert two.digest == one.digest
-
-
 @pytest.mark.timeout(300)
 def test_under_an_outside_launcher_a_change_is_reported_too(tmp_path):
     """There the ranks have no supervisor: rank 0 says it, and writes the summary."""

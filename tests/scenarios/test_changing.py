@@ -5,8 +5,6 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-import pytest
-
 from tests.scenarios.harness import Run
 
 TASKS = Path(__file__).with_name("changing.py")
@@ -18,7 +16,7 @@ KILLS = [("--inject", f"kill:rank={rank},step={step},phase={phase}") for rank, s
 
 def _outlives_all(folder, *, task, workers=0):
     """Kills, a stop and a resume: the weights are those of a run without any of it."""
-    settings = (*SETTINGS, "--max-steps", 60, "--audit", f"num_workers={workers}")
+    settings = (*SETTINGS, "--max-steps", 48, "--audit", f"num_workers={workers}")
     with Run(folder / "calm", *settings, task=f"{TASKS}:{task}") as calm:
         assert calm.wait() == 0, calm.console
     assert calm.summary()["exact"] is True, calm.summary()["inexact_reasons"]
@@ -34,13 +32,12 @@ def _outlives_all(folder, *, task, workers=0):
     assert run.digest == calm.digest
 
 
-@pytest.mark.parametrize("task", ["Counts", "Clips", "Grows"])
-def test_what_a_step_changes_is_the_same_whoever_is_killed(tmp_path, task):
+def test_what_a_step_changes_is_the_same_whoever_is_killed(tmp_path):
     """In forward, in the reduction and in the optimizer; rank 0 too. Then by way of the file.
 
     Buffers of the file's shape, counters and generators of the file.
     """
-    _outlives_all(tmp_path, task=task)
+    _outlives_all(tmp_path, task="CountsClipsAndGrows")
 
 
 def test_layers_unfrozen_or_frozen_while_training(tmp_path):

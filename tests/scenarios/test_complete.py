@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 import sys
 import textwrap
@@ -11,6 +12,7 @@ import pytest
 
 from tests import ready
 
+from .conftest import filled_once
 from .harness import Outputs, Run
 from .test_names import SHORT, TASK
 from .test_refusals import contents
@@ -20,12 +22,18 @@ PYTHON = (sys.executable, "program.py")
 
 
 @pytest.fixture
-def complete(tmp_path):
-    """A folder with a task and the completed run of it."""
-    (tmp_path / "mine.py").write_text(f"import helper\n{textwrap.dedent(TASK)}")
-    (tmp_path / "helper.py").write_text("RATE = 1\n")
-    with Run(tmp_path, "--task", "mine.py", *SHORT, STEPS, task=None) as run:
-        assert run.wait() == 0, run.console
+def complete(tmp_path, tmp_path_factory, worker_id):
+    """A folder with a task and the completed run of it, made once for all test processes."""
+
+    def make(folder):
+        folder.mkdir()
+        (folder / "mine.py").write_text(f"import helper\n{textwrap.dedent(TASK)}")
+        (folder / "helper.py").write_text("RATE = 1\n")
+        with Run(folder, "--task", "mine.py", *SHORT, STEPS, task=None) as run:
+            assert run.wait() == 0, run.console
+
+    made = filled_once(tmp_path_factory, worker_id, make, "a complete run")
+    shutil.copytree(made, tmp_path, symlinks=True, dirs_exist_ok=True)
     found = Outputs(tmp_path)
     found.logs, found.checkpoints = tmp_path / "logs" / "mine", tmp_path / "checkpoints" / "mine"
     return found

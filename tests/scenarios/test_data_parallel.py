@@ -54,9 +54,9 @@ def trained(folder, *settings, **options):
 
 
 @pytest.fixture
-def fault_free_over(tmp_path):
+def fault_free_over(made_once):
     """One rank over two devices, undisturbed."""
-    return trained(tmp_path / "fault_free", *OVER_TWO)
+    return made_once(*OVER_TWO, task=TASK)
 
 
 def test_one_rank_over_devices_ends_with_the_bits_without_faults(tmp_path, fault_free_over):

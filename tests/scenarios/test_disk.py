@@ -63,21 +63,17 @@ def test_a_rank_lost_during_a_save_is_replaced_beside_the_save(fault_free, tmp_p
     assert STEPS in verified_steps(run)
 
 
-@pytest.mark.parametrize("restarts", [10, 0], ids=["repaired", "given up"])
-def test_a_save_that_its_rank_could_not_report_is_found_once(tmp_path, restarts):
+def test_a_save_that_its_rank_could_not_report_is_found_once(tmp_path):
     """Killed between the last rename and the word to the supervisor: who looks next says it."""
     asked = ("-b", 8, "--max-steps", 25, "save_every_steps=10", "save_interval=0", *PATIENT)
     task = f"{WORKLOAD}:DiesBeforeItReports"
-    with Run(tmp_path, *asked, "--max-restarts", restarts, task=task) as run:
-        assert run.wait() == (0 if restarts else 3), run.console
+    with Run(tmp_path, *asked, "num_workers=0", task=task) as run:
+        assert run.wait() == 0, run.console
     (fault,) = run.summary()["faults"]
     assert (fault["kind"], fault["rank"]) == ("rank_killed", 0)
     steps = saved(run)
-    if restarts:  # that of step 20 waits for the one before, where the disk is busy
-        assert (steps[0], steps[-1], len(steps)) == (10, 25, 3)
-    else:  # before the run ends, the other rank saves what it has committed since
-        assert min(steps) == 10
-        assert len(steps) <= 2
+    # That of step 20 waits for the one before, where the disk is busy.
+    assert (steps[0], steps[-1], len(steps)) == (10, 25, 3)
     newest = max(run.events("checkpoint_saved"), key=lambda event: event["step"])
     assert run.summary()["checkpoint"] == newest["path"] == str(max(run.checkpoints.glob("*.pt")))
     assert newest["size_bytes"] == Path(newest["path"]).stat().st_size
@@ -155,24 +151,6 @@ def test_a_rank_killed_inside_its_own_save_leaves_nothing_behind(fault_free, tmp
     assert list(run.checkpoints.glob(".*tmp*")) == []
 
 
-def test_a_disk_that_is_full_for_a_while_costs_saves_only(fault_free, tmp_path):
-    """One warning that names the file; the save after the pause works, no weight differs."""
-    # Full from just before the save is written, which it is once it was compared in the step after;
-    # no more when the last one is, however fast the steps are.
-    specs = (
-        "disk_full:rank=0,step=10,phase=reduced,seconds=3",
-        f"slow:rank=0,step={STEPS - 12},seconds=3",
-    )
-    run = finish(tmp_path, *injected(*specs))
-    assert run.console.count("training continues") >= 1
-    assert "step_00000010.pt" in run.console
-    noted = run.events("fault_tolerated")[0]
-    assert (noted["kind"], noted["rank"], noted["step"]) == ("storage_failed", 0, 10)
-    assert 10 not in saved(run)
-    assert saved(run)[-1] == STEPS
-    assert run.digest == fault_free(2).digest
-
-
 def test_a_last_save_that_fails_is_exit_1_and_names_the_file(tmp_path):
     """Work that no place takes is no success, reported in one line; the checkpoint before is untouched."""
     last = f"step={STEPS - 1},phase=optimizer,seconds=1000"
@@ -193,18 +171,6 @@ def test_a_last_save_that_fails_is_exit_1_and_names_the_file(tmp_path):
     assert log.count("Traceback (most recent call last)") >= 1, "where it failed is in the file"
     # How far the later saves had come when the disk was full is its matter.
     assert verified_steps(run)[0] in range(10, STEPS)
-
-
-def test_a_passing_error_of_the_disk_does_not_cost_the_last_save(fault_free, tmp_path):
-    """It is tried again: all that was trained would be lost for one error."""
-    last = f"step={STEPS - 1},phase=optimizer"
-    # No other save, which the error could meet where it is still being written.
-    alone = ("save_every_steps=0", "save_interval=0")
-    run = finish(tmp_path, *injected(f"disk_error:rank=0,{last}"), *alone)
-    assert f"step_{STEPS:08d}.pt: Input/output error; tried again for 600 s" in run.console
-    assert saved(run)[-1] == STEPS
-    assert run.digest == fault_free(2).digest
-    assert STEPS in verified_steps(run)
 
 
 def test_an_io_error_costs_one_save(fault_free, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -34,19 +35,17 @@ def finish(folder, *settings, **how):
     return run
 
 
-@pytest.mark.parametrize("world", [1, 3])
-def test_drills_change_no_bit_of_a_run(fault_free, tmp_path, world):
+def test_drills_change_no_bit_of_a_run(fault_free, tmp_path):
     """Nor are they a fault; they are reported, and what they have written is gone."""
-    console = "verbose" if world == 3 else "normal"
-    run = finish(tmp_path, *DRILLS, "num_workers=1", f"log.console={console}", world=world)
-    assert run.digest == fault_free(world, *LONG).digest
+    run = finish(tmp_path, *DRILLS, "num_workers=1", "log.console=verbose", world=3)
+    assert run.digest == fault_free(3, *LONG).digest
     summary = run.summary()
     assert summary["exact_proof"]["drilled"] == [2, 5], run.console
     assert (summary["exact"], summary["faults"]) == (True, [])
-    for step, rank in ((2, 0), (5, 1 % world)):
+    for step, rank in ((2, 0), (5, 1)):
         words = f"fire drill at step {step}: a replay of rank {rank} gave identical results ("
         assert words in (run.logs / "supervisor.log").read_text(encoding="utf-8")
-        assert (words in run.console) is (console == "verbose")
+        assert words in run.console
     assert [event["differs"] for event in run.events("drill")] == ["", ""]
 
 
@@ -81,11 +80,7 @@ def test_steps_at_random_are_drilled_and_each_repair_is_proved(fault_free, tmp_p
 @pytest.mark.parametrize(
     ("name", "differs"),
     [
-        (
-            "HoldsAGlobal",
-            "0.weight",
-        ),  # as a closure: memory that a fresh process has as it was at first
-        ("HoldsAFile", "0.weight"),
+        ("HoldsAFile", "0.weight"),  # a global: the test behind this one
         ("HoldsALayer", "4.bias"),
     ],
 )
@@ -136,27 +131,31 @@ def test_a_drill_that_cannot_be_done_is_said_and_proves_nothing(tmp_path, name, 
     assert "Traceback" in (run.logs / "drill.log").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_drill_that_is_killed_or_stopped_is_skipped(fault_free, tmp_path, number):
-    """One that is stopped is ended; no rank is slower for it."""
-    settings = ("drill_at=2", "recovery.hang_min_s=0.6", "recovery.hang_factor=40")
+def test_a_drill_that_is_killed_or_stopped_is_skipped(fault_free, tmp_path):
+    """One that is stopped is ended; no rank is slower for it, and as far as the system lets it, it yields to them."""
+    settings = ("drill_at=2,20", "recovery.hang_min_s=0.6", "recovery.hang_factor=40")
     with Run(tmp_path, *SETTINGS, *settings, "task.pace_s=0.15", task=task("Lingers")) as run:
-        run.signal(number, drill_of(run))
-        run.wait_for_event("drill_skipped", step=2)
+        for number, step in ((signal.SIGKILL, 2), (signal.SIGSTOP, 20)):
+            pid = drill_of(run)
+            assert os.sched_getscheduler(pid) == os.SCHED_IDLE
+            shown = Path(f"/proc/{pid}/oom_score_adj").read_text(encoding="ascii")
+            assert shown.strip() == "1000"
+            (tmp_path / "lingers").unlink()  # the next one does, too
+            run.signal(number, pid)
+            run.wait_for_event("drill_skipped", step=step)
         assert run.wait() == 0, run.console
-    how = "ended (signal 9)" if number == signal.SIGKILL else "was stopped"
-    assert f"drill at step 2 of rank 0 skipped: its process {how}" in run.console
+    assert "drill at step 2 of rank 0 skipped: its process ended (signal 9)" in run.console
+    assert re.search(r"drill at step 20 of rank \d skipped: its process was stopped", run.console)
     assert run.digest == fault_free(2, *LONG).digest
     assert run.summary()["faults"] == []
     assert "a drill of rank 0" in (run.logs / "drill.log").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_drill_is_ended_when_an_incident_opens(fault_free, tmp_path, rank):
+def test_a_drill_is_ended_when_an_incident_opens(fault_free, tmp_path):
     """It would take from what the repair needs."""
     with Run(tmp_path, *SETTINGS, "drill_at=2", "task.pace_s=0.08", task=task("Lingers")) as run:
         pid = drill_of(run)
-        run.signal(signal.SIGKILL, run.rank_pid(rank))
+        run.signal(signal.SIGKILL, run.rank_pid(1))
         poll(lambda: not Path(f"/proc/{pid}").exists(), what="the end of the drill")
         assert run.wait() == 0, run.console
     assert run.digest == fault_free(2, *LONG).digest
@@ -181,17 +180,6 @@ def test_a_run_with_a_replacement_ends_once_a_drill_has_passed(fault_free, tmp_p
     assert " is waited for, 30 s at most: a rank was replaced" in run.console
 
 
-def test_a_drill_yields_processors_to_the_run_and_is_not_waited_for(tmp_path):
-    """As far as the system lets it; where the run ends before it, nothing of it stays behind."""
-    paced = ("drill_at=2", "task.pace_s=0.05")
-    with Run(tmp_path, *SETTINGS, *paced, task=task("Lingers")) as run:
-        pid = drill_of(run)
-        assert os.sched_getscheduler(pid) == os.SCHED_IDLE
-        assert Path(f"/proc/{pid}/oom_score_adj").read_text(encoding="ascii").strip() == "1000"
-        assert run.wait() == 0, run.console
-    assert run.summary()["exact_proof"]["drilled"] == []
-
-
 def test_a_drill_ends_with_its_supervisor_and_leaves_no_file_for_long(tmp_path):
     """The kernel ends the process; the folder is known by its name."""
     settings = (*SETTINGS, "drill_at=2", "task.pace_s=0.08")
@@ -202,22 +190,6 @@ def test_a_drill_ends_with_its_supervisor_and_leaves_no_file_for_long(tmp_path):
     assert (run.checkpoints / ".drill").exists()
     (tmp_path / "lingers").unlink()
     finish(tmp_path)
-
-
-def test_a_disk_that_refuses_a_drill_costs_the_drill_only(fault_free, tmp_path):
-    """First the state, which the disk has no room for, then what the drilled rank has noted."""
-    full = ("--inject", "disk_full:rank=0,step=1,seconds=1")
-    share = tmp_path / "checkpoints" / ".drill" / "step_00000024" / "share.json"
-    with Run(tmp_path, *SETTINGS, "drill_at=2,24", "task.pace_s=0.15", *full) as run:
-        run.wait_for_event("drill_skipped", step=2)
-        share.mkdir(parents=True)
-        run.wait_for_event("drill_skipped", step=24)
-        assert run.wait() == 0, run.console
-    assert "drill at step 2 of rank 0 skipped: " in run.console
-    assert f"{share} could not be written" in run.console
-    assert run.digest == fault_free(2, *LONG).digest
-    assert run.summary()["exact_proof"]["drilled"] == []
-    assert run.summary()["exact"]
 
 
 def test_fewer_ranks_drill_what_is_theirs(tmp_path):

@@ -7,6 +7,7 @@ import signal
 
 import pytest
 
+from tests.scenarios.conftest import STEPS
 from tests.scenarios.harness import WORKLOAD, Run, poll
 from tests.scenarios.workload import HOLD_NAME, TROUBLE_NAME
 
@@ -172,24 +173,20 @@ def test_a_task_whose_import_never_ends_is_an_error_that_says_where(tmp_path):
     assert re.search(r'\.py", line \d+ in (<module>|\w+)', run.console), run.console
 
 
-def test_a_rank_that_hangs_again_where_all_wait_is_replaced_again(tmp_path):
+def test_a_rank_that_hangs_again_where_all_wait_is_replaced_again(fault_free, tmp_path):
     """It is the one that does not leave when all are told to: no disagreement of the ranks, no user's error.
 
     The second one hangs in its first steps, whose deadline is learnt from the processes before it.
     """
-    steps = ("--max-steps", 40)
-    with Run(tmp_path / "fault_free", *QUICK, *steps, world=3) as run:
-        assert run.wait() == 0, run.console
-        digest = run.digest
     hangs = ("--inject", "hang:rank=1,step=20,phase=reducing,times=2")
-    with Run(tmp_path / "hangs", *QUICK, *steps, *hangs, world=3) as run:
+    with Run(tmp_path, *QUICK, "--max-steps", STEPS, *hangs, world=3) as run:
         assert run.wait() == 0, run.console
     reported = run.summary()["faults"]
     assert [(one["kind"], one["rank"], one["step"]) for one in reported] == [
         ("rank_hung", 1, 20)
     ] * 2
     assert [plan["replaced"] for plan in run.events("plan")] == [[1], [1]]
-    assert (run.digest, run.summary()["exact"]) == (digest, True)
+    assert (run.digest, run.summary()["exact"]) == (fault_free(3).digest, True)
 
 
 def test_a_collective_that_one_rank_alone_has_begun_is_named_and_left(tmp_path):

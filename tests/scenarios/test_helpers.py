@@ -17,10 +17,12 @@ def pids(run, name):
 
 
 def kill_and_await_another(run, name):
-    poll(lambda: pids(run, name), timeout_s=60.0, what=f"a {name}")
+    # Seldom: each look goes through all processes of the machine.
+    poll(lambda: pids(run, name), timeout_s=60.0, what=f"a {name}", every_s=0.1)
     dead = run.named(f"ddp:{name}").pid
     run.signal(signal.SIGKILL, dead)
-    poll(lambda: pids(run, name) - {dead}, timeout_s=60.0, what=f"another {name} than {dead}")
+    what = f"another {name} than {dead}"
+    poll(lambda: pids(run, name) - {dead}, timeout_s=60.0, what=what, every_s=0.1)
 
 
 def test_whichever_helper_is_killed_is_followed_by_another(fault_free, tmp_path):

@@ -111,18 +111,6 @@ def test_a_slow_sample_is_no_fault(tmp_path, fault_free, workers):
     assert summary["weights_sha256"] == fault_free(2).digest
 
 
-def test_a_sample_that_hangs_in_the_rank_itself_is_found_and_named(tmp_path, fault_free):
-    """Control: by the limit that loader workers have, and its rank is replaced."""
-    (tmp_path / TROUBLE).write_text("data 1 sleep1000 100", encoding="utf-8")
-    settings = (*SETTINGS, "recovery.hang_min_s=1", "num_workers=0", "data.loader_timeout_s=3")
-    with Run(tmp_path, *settings, world=2) as run:
-        assert run.wait() == 0, run.console
-    [fault] = run.summary()["faults"]
-    assert (fault["kind"], fault["rank"]) == ("rank_hung", 1)
-    assert ", loading sample " in fault["cause"]
-    assert run.summary()["weights_sha256"] == fault_free(2).digest
-
-
 def test_a_bad_sample_is_replaced_in_every_life_of_the_run(tmp_path):
     """The same stand-in with or without faults and a resume, found once, reported as not exact."""
     steps = ("--max-steps", 60)
@@ -154,15 +142,6 @@ def test_a_bad_sample_is_replaced_in_every_life_of_the_run(tmp_path):
     assert not (folder / "logs" / "quarantine.jsonl").exists(), "it was tried again"
     assert again.digest == calm.digest
     assert again.summary()["exact"] is False
-
-
-def test_a_bad_sample_stops_the_run_and_is_named(tmp_path):
-    """The default: exit 1, with the index and what would help."""
-    run = finish(tmp_path, *QUICK, *BAD[:2], code=1)
-    (fault,) = run.summary()["faults"]
-    assert fault["kind"] == "bad_sample"
-    assert "could not be loaded: InjectedSampleError" in run.console
-    assert "data.on_bad_sample=substitute would replace it" in run.console
 
 
 def tries(folder):
@@ -301,10 +280,9 @@ def test_loading_for_an_evaluation_is_repaired_as_well(tmp_path, fault_free):
     assert run.digest == fault_free(2, *LONG).digest
 
 
-@pytest.mark.parametrize("stateful", [True, False], ids=["with a state", "by skipping"])
-def test_a_stream_goes_on_exactly_after_a_fault_and_a_resume(tmp_path, stateful):
-    """Same weights, and the same items in the same steps on all ranks, over uneven epochs."""
-    steps = ("--max-steps", 40, f"task.stateful={stateful}", "num_workers=0")
+def test_a_stream_goes_on_exactly_after_a_fault_and_a_resume(tmp_path):
+    """With a state; by skipping: test_batches. Same weights, and the same items in the same steps on all ranks, over uneven epochs."""
+    steps = ("--max-steps", 40, "task.stateful=True", "num_workers=0")
     calm = Run(tmp_path / "calm", *QUICK, *steps, task=STREAM, world=2)
     with calm:
         assert calm.wait() == 0, calm.console

@@ -59,20 +59,12 @@ def test_parts_are_logged_by_name(calm):
     assert "tagging 1." in console or "tagging 0." in console
 
 
-@pytest.mark.parametrize(
-    ("task", "says"),
-    [
-        ("Negative", "a Weighted whose weight is -"),
-        ("Listed", "loss() returned a list of 1 (return the loss of it), not a scalar tensor"),
-    ],
-)
-def test_what_loss_may_not_give_ends_the_run_once(tmp_path, task, says):
+def test_a_weight_below_zero_ends_the_run_once(tmp_path):
     """As the user's error: nobody is started again for it."""
-    with start(tmp_path, task=task) as run:
+    with start(tmp_path, task="Negative") as run:
         assert run.wait() == 1, run.console
-    assert says in run.console
-    if task == "Negative":
-        assert "for samples " in run.console
+    assert "a Weighted whose weight is -" in run.console
+    assert "for samples " in run.console
     assert len(run.events("forming")) == 1
 
 
@@ -141,10 +133,9 @@ def _unfrozen(folder, *words, steps=30):
     return run
 
 
-@pytest.mark.parametrize("searches", ["true", "false"])
-def test_layers_unfrozen_in_steps_are_exact(tmp_path, searches):
+def test_layers_unfrozen_in_steps_are_exact(tmp_path):
     """Killed before, at and after a change, rank 0 too; and where a loss raises in it."""
-    find = f"find_unused_parameters={searches}"
+    find = "find_unused_parameters=false"
     calm = _unfrozen(tmp_path / "calm", find)
     assert "recur trained from step 8 on: " in calm.console
     assert "encoder trained from step 15 on: 1,765 of 1,765 parameters" in calm.console

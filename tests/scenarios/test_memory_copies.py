@@ -7,7 +7,7 @@ import signal
 from tests.processes import poll
 from tests.scenarios.conftest import WITHOUT_WORKERS
 from tests.scenarios.harness import Run
-from tests.scenarios.test_attached import LOOPS, final, run_loop
+from tests.scenarios.test_attached import LOOPS, fault_free, final, run_loop  # noqa: F401
 
 NO_FILES = ("save_every_steps=0", "save_interval=0")
 
@@ -19,10 +19,8 @@ def kill_all(run, world=2):
     poll(lambda: len(run.events("copy_taken")) > before, what=f"a copy: {run.console}")
 
 
-def test_a_loop_of_one_s_own_goes_on_from_memory_too(tmp_path):
+def test_a_loop_of_one_s_own_goes_on_from_memory_too(tmp_path, fault_free):  # noqa: F811
     """Its scheduler, average and plain values with it."""
-    with run_loop(tmp_path / "calm") as calm:
-        assert calm.wait() == 0, calm.console
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "harm_0_14_forward").write_text("import time; time.sleep(60)")
     with run_loop(tmp_path / "run", options=(*NO_FILES, "memory_every=4", "hang_min_s=30")) as run:
@@ -32,7 +30,7 @@ def test_a_loop_of_one_s_own_goes_on_from_memory_too(tmp_path):
     # No copy is made while the one before is still being made, as on busy cores.
     assert run.events("copy_taken")[0]["step"] in (8, 12)
     assert run.summary()["exact"] is True
-    assert final(tmp_path / "run") == final(tmp_path / "calm")
+    assert final(tmp_path / "run") == fault_free()
 
 
 def test_a_copy_that_does_not_fit_is_passed_over_for_a_file(tmp_path):

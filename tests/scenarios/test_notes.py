@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ddp_runner.training.components.precision import Precision
+from tests import ready
 from tests.scenarios.harness import Run
 from tests.scenarios.test_outside import TORCHRUN
 
@@ -63,7 +64,8 @@ def test_notes_stand_in_the_start_lines_and_in_the_supervisors_log(tmp_path):
 @pytest.mark.timeout(300)
 def test_under_an_outside_launcher_rank_0_says_them(tmp_path):
     """On the console, and in the log of each rank."""
-    with Run(tmp_path, *SETTINGS, task=NOTED, command=TORCHRUN) as run:
+    how = {"command": TORCHRUN, "environment": ready.environment(programs=True)}
+    with Run(tmp_path, *SETTINGS, task=NOTED, **how) as run:
         assert run.wait() == 0, run.console
     check(run.console)
     check_block(run.console)

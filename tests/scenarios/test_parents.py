@@ -1,18 +1,15 @@
-"""The processes above and beside the ranks die: supervisor, shell, zygote, store, loader worker."""
+"""The processes above and beside the ranks die: supervisor, zygote, store."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
-import sys
 
 import psutil
 import pytest
 
-from tests import ready
-from tests.scenarios.conftest import LONG, PATIENT, SETTINGS, WITHOUT_WORKERS
-from tests.scenarios.harness import ROOT, TRAIN, Run, poll
+from tests.scenarios.conftest import PATIENT, WITHOUT_WORKERS
+from tests.scenarios.harness import TRAIN, Run, poll
 from tests.scenarios.workload import TROUBLE_NAME
 
 HELD = """
@@ -25,28 +22,6 @@ while pathlib.Path({held!r}).exists():
 class HeldTask(PacedTask):
     pass
 """
-SHELL = ("bash", str(ROOT / "launch_training.sh"), "train")
-CHECKOUT = {"DDP_RUNNER_PYTHON": sys.executable}
-
-
-@pytest.mark.parametrize(("shell", "world"), [(None, 3), (SHELL, 2)], ids=["supervisor", "shell"])
-def test_a_killed_supervisor_leaves_no_process_and_a_run_that_resumes(
-    fault_free, tmp_path, shell, world
-):
-    """Everything is gone soon; the same command resumes, and no lock is stale."""
-    # The kill must come well before the end, however long the disk takes.
-    settings = (*SETTINGS, "save_every_steps=5", "task.pace_s=0.2")
-    forks = CHECKOUT | ready.environment()
-    how = {"command": shell, "environment": forks} if shell else {}
-    with Run(tmp_path, *settings, world=world, **how) as run:
-        run.wait_for_checkpoint(10)
-        run.signal(signal.SIGKILL)
-        run.assert_gone()
-        run.assert_machine_clean()
-    with Run(tmp_path, *settings, world=world, **how) as run:
-        assert run.wait() == 0, run.console
-    assert run.digest == fault_free(world).digest
-    assert run.events("run_begins")[-1]["resumed_step"] >= 10
 
 
 def test_a_rank_that_holds_the_interpreter_lock_dies_with_its_supervisor(tmp_path):
@@ -58,39 +33,6 @@ def test_a_rank_that_holds_the_interpreter_lock_dies_with_its_supervisor(tmp_pat
         run.signal(signal.SIGKILL)
         run.assert_gone()
         run.assert_machine_clean()
-
-
-def test_a_killed_loader_worker_is_named_and_costs_no_weight(fault_free, tmp_path):
-    """The fault says that a loader died and of which rank; the weights are those of a fault-free run."""
-    # The second one must be missed well before the end.
-    with Run(tmp_path, *SETTINGS, *LONG, "log_interval=5", "task.pace_s=0.12") as run:
-        for rank in (0, 1):
-            run.wait_for_step(12 + 12 * rank)  # before an evaluation, which has workers, too
-            workers = psutil.Process(run.rank_pid(rank)).children()
-            assert workers, "no loader worker: the test would prove nothing"
-            os.kill(workers[0].pid, signal.SIGKILL)
-            poll(lambda: len(run.events("repaired_in_place")) > rank, what="the repair")  # noqa: B023
-        assert run.wait() == 0, run.console
-    assert run.digest == fault_free(2, *LONG).digest
-    faults = run.summary()["faults"]
-    assert [(fault["kind"], fault["rank"]) for fault in faults] == [
-        ("loader_worker_died", 0),
-        ("loader_worker_died", 1),
-    ]
-    assert all("loader" in fault["cause"] for fault in faults)
-
-
-def test_a_killed_zygote_is_replaced_and_forks_the_next_replacement(fault_free, tmp_path):
-    """Ranks live on without their zygote, and a later fault is repaired by another one."""
-    settings = (*WITHOUT_WORKERS, "task.pace_s=0.16", "recovery.warm_spare=false")
-    with Run(tmp_path, *settings, world=3) as run:
-        run.wait_for_step(4)
-        run.signal(signal.SIGKILL, run.named("ddp:zygote").pid)
-        run.wait_for_event("zygote_ended")
-        run.signal(signal.SIGKILL, run.rank_pid(1))
-        assert run.wait() == 0, run.console
-    assert run.digest == fault_free(3).digest
-    assert [fault["kind"] for fault in run.summary()["faults"]] == ["rank_killed"]
 
 
 def test_a_rank_that_is_killed_with_the_zygote_waits_for_no_import(tmp_path):

@@ -89,21 +89,17 @@ def reported_step(kind, phase, step):
 
 
 @pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3])
-def test_half_updated_weights_never_spread(tmp_path, world):
+def test_half_updated_weights_never_spread(fault_free, tmp_path, world):
     """Killed or raised between two parameters, on one rank or on all: such a state is nobody's source."""
-    steps = (*SETTINGS, "--max-steps", 36, "task.pace_s=0", "num_workers=0")
-    with Run(
-        tmp_path / "fault_free", *steps, "warm_spare=false", world=world, task=HALF_UPDATES
-    ) as fault_free:
-        assert fault_free.wait() == 0, fault_free.console
+    steps = (*SETTINGS, "--max-steps", conftest.STEPS, "task.pace_s=0", "num_workers=0")
     plan = "task.plan=5-1-kill+12-0-raise+19-all-raise"
     with Run(tmp_path / "faults", *steps, plan, world=world, task=HALF_UPDATES) as run:
         assert run.wait() == 0, run.console
     assert len(list(tmp_path.glob("faults/half_*"))) == 2 + world, "all of them happened"
     assert len(run.events("plan")) == 3, "the last ones together"
-    assert run.digest == fault_free.digest
+    assert run.digest == fault_free(world).digest
     summary = run.summary()
-    assert (summary["exact"], summary["steps"]) == (True, 36)
+    assert (summary["exact"], summary["steps"]) == (True, conftest.STEPS)
     first, second, *last = summary["faults"]
     assert (first["kind"], first["rank"], first["steps_lost"]) == ("rank_killed", 1, 0)
     assert (second["kind"], second["rank"], second["steps_lost"]) == ("rank_raised", 0, 0)

@@ -49,10 +49,12 @@ def test_links_under_the_names_of_a_run_lead_it_nowhere(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "option"),
-    [("checkpoints/.lock", "--checkpoint-dir"), ("logs/.logs.lock", "--log-dir")],
+    ("name", "option", "kind"),
+    [
+        ("checkpoints/.lock", "--checkpoint-dir", "link"),
+        ("logs/.logs.lock", "--log-dir", "pipe"),
+    ],
 )
-@pytest.mark.parametrize("kind", ["link", "pipe"])
 def test_a_lock_that_is_no_file_is_one_line(tmp_path, name, option, kind):
     """Exit 2 before anything is trained; what a link leads to keeps its content."""
     victim = tmp_path / "victim"

@@ -49,49 +49,30 @@ def found_by(folder, rank):
     return json.loads((folder / f"found_{rank}.json").read_text())
 
 
-def with_path(folder, **more):
-    return {"PYTHONPATH": f"{ROOT}{os.pathsep}{folder}", **more}
-
-
-def test_a_module_that_starts_a_thread_is_left_to_each_rank(tmp_path, modules):
-    """It is named, the others are there all the same, and nothing of it is left in the ranks."""
-    options = ("--preload", "calm,busy")
-    how = {"options": options, "environment": with_path(tmp_path)}
-    with run_script(tmp_path, modules, **how) as run:
-        assert run.wait() == 0, run.console
-    line = "--preload: busy is left to each rank: after importing it 2 threads run"
-    assert run.console.count(line) == 1, run.console
-    for rank in range(2):
-        found = found_by(tmp_path, rank)
-        assert (found["calm"], found["busy"]) == (True, False)
-        calm_pid, busy_pid, own_pid = found["pids"]
-        assert calm_pid != own_pid
-        assert busy_pid == own_pid
-        assert found["changed"] == str(own_pid), "what it did to the zygote's environment is gone"
-        assert found["threads"] == ["MainThread", "busy", "control"]
-
-
-def test_a_module_that_starts_nothing_is_imported_once(tmp_path, modules):
-    """Control: no word about it, and no import in a rank."""
-    options = ("--preload", "calm")
-    how = {"options": options, "environment": with_path(tmp_path)}
-    with run_script(tmp_path, modules, **how) as run:
-        assert run.wait() == 0, run.console
-    assert "is left to each rank" not in run.console
-    assert found_by(tmp_path, 0)["pids"][0] == found_by(tmp_path, 1)["pids"][0]
-
-
 @needs_compiler
-def test_a_module_that_starts_cuda_is_left_to_each_rank(tmp_path, modules):
-    """With a stand-in for NVIDIA's library, which a compiler makes here: no GPU is needed."""
+def test_a_module_that_starts_a_thread_or_cuda_is_left_to_each_rank(tmp_path, modules):
+    """It is named, the others are there all the same, and nothing of it is left in the ranks.
+
+    CUDA by a stand-in for NVIDIA's library, which a compiler makes here: no GPU is needed.
+    """
     folder = tmp_path / "nvidia"
     folder.mkdir()
     build_library(folder, "libcuda.so.1", DRIVER % 1)
-    environment = with_path(tmp_path, LD_LIBRARY_PATH=str(folder))
-    options = ("--preload", "starts_cuda,calm")
+    environment = {
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}",
+        "LD_LIBRARY_PATH": str(folder),
+    }
+    options = ("--preload", "calm,busy,starts_cuda")
     with run_script(tmp_path, modules, options=options, environment=environment) as run:
         assert run.wait() == 0, run.console
-    line = "--preload: starts_cuda is left to each rank: after importing it CUDA is in use"
-    assert run.console.count(line) == 1, run.console
-    found = found_by(tmp_path, 1)
-    assert (found["calm"], found["starts_cuda"]) == (True, False)
+    for name, why in (("busy", "2 threads run"), ("starts_cuda", "CUDA is in use")):
+        line = f"--preload: {name} is left to each rank: after importing it {why}"
+        assert run.console.count(line) == 1, run.console
+    for rank in range(2):
+        found = found_by(tmp_path, rank)
+        assert (found["calm"], found["busy"], found["starts_cuda"]) == (True, False, False)
+        calm_pid, busy_pid, own_pid = found["pids"]
+        assert calm_pid == found_by(tmp_path, 0)["pids"][0] != own_pid, "imported once"
+        assert busy_pid == own_pid
+        assert found["changed"] == str(own_pid), "what it did to the zygote's environment is gone"
+        assert found["threads"] == ["MainThread", "busy", "control"]

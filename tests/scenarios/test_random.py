@@ -86,7 +86,7 @@ def test_faults_that_change_no_step_cost_no_weight_at_random_moments(tmp_path):
 def test_faults_that_change_what_is_computed_are_each_reported_at_random_moments(tmp_path):
     """Memory, numbers and samples, with ranks that are killed or exit: every one has its reason."""
     spec, steps = plan_with(*CHANGING, *RANK)
-    run = train(tmp_path, steps, "--inject", spec, f"task.pace_s={PACE_S}")
+    run = train(tmp_path, steps, "--inject", spec, f"task.pace_s={PACE_S}", "num_workers=0")
     assert kinds_injected(run) == {*CHANGING, *RANK} - {InjectKind.BAD_SAMPLE}
     kinds = {fault["kind"] for fault in run.summary()["faults"]}
     assert kinds >= {"out_of_memory", "reduction_unfinished", "bad_sample"}

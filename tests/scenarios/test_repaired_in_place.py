@@ -45,7 +45,7 @@ def finish(folder, *arguments, task, world=2, code=0):
 
 @pytest.mark.parametrize(
     ("rank", "where"),
-    [(1, "forward"), (-1, "backward"), (1, "python")],  # any phase, of one and of all: test_memory
+    [(-1, "backward"), (1, "python")],  # any phase, of one and of all: test_memory
 )
 def test_out_of_memory_halves_the_micro_batch_and_redoes_the_step(tmp_path, rank, where):
     """Under a real address-space limit the same step works in two halves; nothing is skipped."""
@@ -114,11 +114,7 @@ def branching(made_once):
 
 @pytest.mark.parametrize(
     ("ranks", "setting"),
-    [
-        ("any", "find_unused_parameters=false"),
-        ("1", "find_unused_parameters=false"),
-        ("1", "static_graph=true"),
-    ],
+    [("any", "find_unused_parameters=false"), ("1", "static_graph=true")],
 )
 def test_an_unused_parameter_is_named_and_the_same_step_redone(branching, tmp_path, ranks, setting):
     """Found before any optimizer ran; DDP is rebuilt and the result is that of the safe setting."""
@@ -179,18 +175,6 @@ def test_auto_stops_searching_for_unused_parameters_until_it_is_wrong(branching,
     assert run.digest == branching("any").digest
 
 
-def test_auto_relaxes_at_the_same_step_whatever_happens(tmp_path):
-    """Three ranks, one killed before and one after: the same bits as without faults."""
-    auto = ("find_unused_parameters=auto", "relax_after_steps=12", "--max-steps", 24)
-    calm = finish(tmp_path / "calm", *auto, task=PLAIN, world=3)
-    kills = ("--inject", "kill:rank=1,step=9,phase=reduce", "--inject", "kill:rank=2,step=17")
-    run = finish(tmp_path / "run", *auto, *kills, task=PLAIN, world=3)
-    assert [event["step"] for event in run.events("tuning_changed")] == [12]
-    assert len(run.summary()["faults"]) == 2
-    assert run.summary()["exact"] is True
-    assert run.digest == calm.digest
-
-
 def test_a_micro_batch_grows_back_and_the_checkpoint_knows_the_size(tmp_path):
     """Out of memory once, tried again after six steps; again too much, and tried later."""
     run = finish(
@@ -209,20 +193,6 @@ def test_a_micro_batch_grows_back_and_the_checkpoint_knows_the_size(tmp_path):
         assert all(len(record["indices"]) == 8 for record in audit.values())
 
 
-def test_a_replica_that_silently_changed_is_healed_by_the_majority(tmp_path):
-    """Three ranks, one flipped bit: the odd one is found, named with its tensor, and healed."""
-    run = finish(
-        # Without saves, which would compare the replicas at other steps as well.
-        tmp_path, "replica_check_steps=10", "-e", 4, "save_interval=0", task=DRIFTING, world=3,
-    )  # fmt: skip
-    summary = run.summary()
-    (fault,) = summary["faults"]
-    assert (fault["kind"], fault["rank"], fault["step"]) == ("replica_diverged", 1, 30)
-    assert "4.weight" in fault["cause"]
-    assert fault["recovered_s"] is not None
-    assert summary["exact"] is False
-
-
 @pytest.fixture
 def undisturbed(made_once):
     """The digest of the drifting task where nothing drifts."""
@@ -230,14 +200,13 @@ def undisturbed(made_once):
     return made_once(*SETTINGS, *steps, "task.rank=7", task=DRIFTING, world=2).digest
 
 
-@pytest.mark.parametrize("part", ["weights", "optimizer"])
-def test_what_one_rank_alone_has_is_never_saved(tmp_path, undisturbed, part):
+def test_what_one_rank_alone_has_is_never_saved(tmp_path, undisturbed):
     """Of two replicas nobody can be believed: the checkpoint before rank 0 changed can.
 
     Rank 0 saves; at the interval, the comparison would come long after three more saves.
     """
     run = finish(
-        tmp_path, *SAVES, "task.rank=0", f"task.part={part}",
+        tmp_path, *SAVES, "task.rank=0", "task.part=optimizer",
         "--max-steps", 40, task=DRIFTING,
     )  # fmt: skip
     (fault,) = run.summary()["faults"]
@@ -256,6 +225,8 @@ def test_a_rank_0_that_alone_has_changed_is_healed_before_it_saves(tmp_path):
     run = finish(tmp_path, *SAVES, "task.rank=0", "--max-steps", 40, task=DRIFTING, world=3)
     (fault,) = run.summary()["faults"]
     assert (fault["kind"], fault["rank"], fault["steps_lost"]) == ("replica_diverged", 0, 0)
+    assert "4.weight" in fault["cause"]
+    assert (fault["recovered_s"] is None, run.summary()["exact"]) == (False, False)
     assert fault["step"] <= 30, "at the first save since"
     (repaired,) = run.events("repaired")
     saved = {event["step"]: event["id"] for event in run.events("checkpoint_saved")}
@@ -265,24 +236,20 @@ def test_a_rank_0_that_alone_has_changed_is_healed_before_it_saves(tmp_path):
     assert saved[made] > repaired["id"]
 
 
-@pytest.mark.parametrize("count", [1, 3], ids=["within the bound", "beyond it"])
-def test_steps_that_are_not_finite_are_skipped_then_rolled_back(tmp_path, count):
-    """One bad batch is skipped on all ranks; too many lower the rate from a checkpoint on."""
+def test_steps_that_are_not_finite_are_skipped_then_rolled_back(tmp_path):
+    """A bad batch is skipped on all ranks; too many lower the rate from a checkpoint on."""
     run = finish(
-        tmp_path, "max_errors_per_epoch=2", "save_every_steps=10", f"task.count={count}",
+        tmp_path, "max_errors_per_epoch=2", "save_every_steps=10", "task.count=3",
         task=BROKEN_BATCHES,
     )  # fmt: skip
     summary = run.summary()
     assert "first on rank 1: step skipped on all ranks" in run.console
     assert summary["status"] == "completed"
-    if count == 1:
-        assert summary["exact"] is True
-    else:
-        assert "learning rate x 0.5" in run.console
-        assert summary["exact"] is False
-        lines = (run.logs / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        logged = [record for record in map(json.loads, lines) if "samples_per_s" in record]
-        assert min(record["samples_per_s"] for record in logged) > 0, "also of steps done once more"
+    assert "learning rate x 0.5" in run.console
+    assert summary["exact"] is False
+    lines = (run.logs / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    logged = [record for record in map(json.loads, lines) if "samples_per_s" in record]
+    assert min(record["samples_per_s"] for record in logged) > 0, "also of steps done once more"
 
 
 def test_what_is_gone_back_to_is_from_before_the_bad_steps(tmp_path):

@@ -34,9 +34,8 @@ def error_lines(run):
     return [line for line in run.console.splitlines() if "ddp_runner: error:" in line]
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_an_order_that_differs_between_ranks_is_refused(tmp_path, workers):
-    with start(tmp_path, "Unsorted", workers=workers) as run:
+def test_an_order_that_differs_between_ranks_is_refused(tmp_path):
+    with start(tmp_path, "Unsorted") as run:
         assert run.wait() == 2, run.console
     (line,) = error_lines(run)
     assert "rank 1 has other data than the other ranks: samples 0, " in line
@@ -124,9 +123,8 @@ def test_a_checkpoint_that_says_nothing_of_its_data_is_gone_on_from(tmp_path):
     assert run.summary()["exact"] is True
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_generator_of_the_dataset_itself_is_named_from_the_start(tmp_path, workers):
-    with start(tmp_path, "OwnGenerator", workers=workers, steps=60) as run:
+def test_a_generator_of_the_dataset_itself_is_named_from_the_start(tmp_path):
+    with start(tmp_path, "OwnGenerator", steps=60) as run:
 
         def named():
             reasons = (run.status() or {}).get("inexact_reasons", ())
@@ -155,9 +153,7 @@ def test_what_a_dataset_opens_is_opened_in_workers_only(tmp_path):
     assert run.summary()["exact"] is True
 
 
-@pytest.mark.parametrize(
-    ("how", "workers"), [("raise", 0), ("raise", 1), ("hang", 1), ("kill", 0), ("kill", 1)]
-)
+@pytest.mark.parametrize(("how", "workers"), [("raise", 1), ("hang", 1), ("kill", 0)])
 def test_a_first_sample_that_does_not_load_is_not_compared(tmp_path, how, workers):
     """It is replaced when its turn comes, as any other."""
     words = ("on_bad_sample=substitute", "loader_timeout_s=2", f"task.how={how}")

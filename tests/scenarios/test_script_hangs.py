@@ -67,19 +67,20 @@ def test_without_a_limit_nobody_hangs(tmp_path):
     assert "collectives begun: rank 0 2, rank 1 1" in run.console
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "rank or print('.', flush=True)\nfor _ in range(6): time.sleep(0.6); rank or print('.')",
-        "step()\nfor _ in range(6): time.sleep(0.6); rank or print('.', end='', flush=True)",
-        "step()\nfor _ in range(6): time.sleep(0.6); dist.barrier()",
-        "import ddp_runner\nstep()\nfor _ in range(6): time.sleep(0.6); rank or ddp_runner.heartbeat()",
-    ],
-    ids=["before the first step", "lines", "collectives", "heartbeats"],
-)
-def test_signs_of_one_rank_are_enough(tmp_path, code):
-    """However long it goes on, before the first step too."""
-    with run_script(tmp_path, own(tmp_path, code), options=("--hang-timeout", 2)) as run:
+SIGNS = """
+import ddp_runner
+rank or print('.', flush=True)
+for _ in range(6): time.sleep(0.6); rank or print('.')
+step()
+for _ in range(6): time.sleep(0.6); rank or print('.', end='', flush=True)
+for _ in range(6): time.sleep(0.6); dist.barrier()
+for _ in range(6): time.sleep(0.6); rank or ddp_runner.heartbeat()
+"""
+
+
+def test_signs_of_one_rank_are_enough(tmp_path):
+    """However long it goes on: lines before the first step, then parts of one, collectives, heartbeats."""
+    with run_script(tmp_path, own(tmp_path, SIGNS), options=("--hang-timeout", 2)) as run:
         assert run.wait() == 0, run.console
     assert "hung" not in run.console
 

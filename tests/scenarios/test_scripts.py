@@ -42,21 +42,23 @@ def undisturbed(tmp_path_factory, worker_id):
             with run_script(folder, TRAIN, *words, **how) as run:
                 assert run.wait() == 0, run.console
 
-        return weights(filled_once(tmp_path_factory, worker_id, make, ("script", words)))
+        return weights(
+            filled_once(tmp_path_factory, worker_id, make, ("script", words, *how.items()))
+        )
 
     return of
 
 
 @pytest.fixture
 def fault_free(undisturbed):
-    """As a person starts it."""
-    return undisturbed(command=RUN)
+    """After all epochs."""
+    return undisturbed()
 
 
 @pytest.fixture
 def one_epoch(undisturbed):
-    """After one epoch."""
-    return undisturbed("--epochs", 1)
+    """After one epoch of one rank: its loader workers import torch again."""
+    return undisturbed("--epochs", 1, world=1)
 
 
 def test_a_script_finds_what_python_and_torchrun_give_it(tmp_path):
@@ -155,27 +157,29 @@ def test_each_process_of_a_script_draws_its_own_random_numbers(tmp_path):
         assert len(set(numbers)) == len(lines), numbers
 
 
-@pytest.mark.parametrize(
-    ("rank", "harm"),
-    [
-        (1, "import signal; os.kill(os.getpid(), signal.SIGKILL)"),
-        (0, "raise RuntimeError('the disk has gone')"),
-        (1, "os._exit(7)"),
-        (1, "import signal; os.kill(os.getpid(), signal.SIGSTOP)"),
-    ],
-    ids=["killed", "raised", "exited", "stopped"],
+# After each epoch but the last; and, in the last, once it has begun.
+HARMS = (
+    ("1_0", "import signal; os.kill(os.getpid(), signal.SIGKILL)"),
+    ("0_1", "raise RuntimeError('the disk has gone')"),
+    ("1_2", "os._exit(7)"),
+    ("1_3_inside", "import signal; os.kill(os.getpid(), signal.SIGSTOP)"),
 )
-def test_all_start_again_from_the_script_s_own_checkpoint(tmp_path, fault_free, rank, harm):
+
+
+def test_all_start_again_from_the_script_s_own_checkpoint(tmp_path, fault_free):
     """Whichever rank is lost, and however; with the weights of a run without faults."""
-    (tmp_path / f"harm_{rank}_1").write_text(harm, encoding="utf-8")
-    with run_script(tmp_path, TRAIN, options=("--max-restarts", 3)) as run:
+    for place, harm in HARMS:
+        (tmp_path / f"harm_{place}").write_text(harm, encoding="utf-8")
+    with run_script(tmp_path, TRAIN, options=("--max-restarts", 4)) as run:
         assert run.wait() == 0, run.console
     assert weights(tmp_path) == fault_free
-    first, second = run.summary()["attempts"]
-    assert (first["rank"], first["steps"]) == (rank, 32)
-    assert (second["cause"], second["exit_code"]) == ("", None)
-    assert "resumed at epoch 2" in (run.logs / "attempt_1" / "rank_0.log").read_text()
-    assert "all 2 ranks start again (attempt 1)" in run.console
+    *lost, last = run.summary()["attempts"]
+    assert [(one["rank"], one["steps"]) for one in lost] == [(1, 16), (0, 16), (1, 16), (1, 1)]
+    assert (last["cause"], last["exit_code"]) == ("", None)
+    for attempt, epoch in ((1, 1), (2, 2), (3, 3), (4, 3)):
+        log = (run.logs / f"attempt_{attempt}" / "rank_0.log").read_text()
+        assert f"resumed at epoch {epoch}" in log
+        assert f"all 2 ranks start again (attempt {attempt})" in run.console
 
 
 def test_without_being_asked_nothing_is_started_again(tmp_path):
@@ -241,10 +245,7 @@ def test_the_same_error_after_as_many_steps_ends_the_run(tmp_path):
     assert "the same error after as many steps again" in run.console
 
 
-@pytest.mark.parametrize(
-    ("number", "exit_code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)], ids=["term", "int"]
-)
-def test_a_stop_reaches_each_rank_and_has_an_end(tmp_path, number, exit_code):
+def test_a_stop_reaches_each_rank_and_has_an_end(tmp_path):
     """SIGTERM first, for scripts that save then; one that does not end is killed after the grace period."""
     script = tmp_path / "own.py"
     script.write_text(
@@ -259,8 +260,8 @@ def test_a_stop_reaches_each_rank_and_has_an_end(tmp_path, number, exit_code):
     )
     with run_script(tmp_path, script, options=("--grace-period", 1)) as run:
         poll(lambda: len(list(tmp_path.glob("up_*"))) == 2, what="both ranks")
-        run.signal(number)
-        assert run.wait() == exit_code, run.console
+        run.signal(signal.SIGINT)
+        assert run.wait() == 130, run.console
     assert len(list(tmp_path.glob("asked_*"))) == 2
 
 
@@ -282,25 +283,23 @@ def test_loader_workers_of_a_script_start_by_every_method(tmp_path, one_epoch, m
     # Python's sockets for tensors lie there, and have names of at most 108 bytes.
     with (
         tempfile.TemporaryDirectory() as short,
-        run_script(tmp_path, TRAIN, *words, variables={"TMPDIR": short}) as run,
+        run_script(tmp_path, TRAIN, *words, world=1, variables={"TMPDIR": short}) as run,
     ):
         assert run.wait() == 0, run.console
     assert weights(tmp_path) == one_epoch
 
 
-@pytest.mark.parametrize("restarts", [1, 0], ids=["then again", "then the end"])
-def test_a_rank_killed_beside_spawned_workers_leaves_no_semaphore(tmp_path, one_epoch, restarts):
+def test_a_rank_killed_beside_spawned_workers_leaves_no_semaphore(tmp_path, one_epoch):
     """Python's own process removes them when all that used them have ended, unless it is killed."""
-    (tmp_path / "harm_1_0_inside").write_text("os.kill(os.getpid(), 9)", encoding="utf-8")
-    options = ("--max-restarts", restarts) if restarts else ()
+    (tmp_path / "harm_0_0_inside").write_text("os.kill(os.getpid(), 9)", encoding="utf-8")
+    how = {"world": 1, "options": ("--max-restarts", 1)}
     words = ("--workers", 1, "--start-method", "spawn", "--epochs", 1)
     with (
         tempfile.TemporaryDirectory() as short,
-        run_script(tmp_path, TRAIN, *words, options=options, variables={"TMPDIR": short}) as run,
+        run_script(tmp_path, TRAIN, *words, variables={"TMPDIR": short}, **how) as run,
     ):
-        assert run.wait() == (0 if restarts else 137), run.console
-    if restarts:
-        assert weights(tmp_path) == one_epoch
+        assert run.wait() == 0, run.console
+    assert weights(tmp_path) == one_epoch
 
 
 def test_a_module_runs_as_python_m_does(tmp_path):

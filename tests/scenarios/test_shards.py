@@ -55,14 +55,14 @@ def test_each_stage_reads_a_stream_of_its_own_in_shards(tmp_path):
         {"name": "two", "max_steps": 16, "batch_size": 4, "seed": 5, "data": ends, "task": second},
     )
     config = tmp_path / "stages.json"
-    config.write_text(json.dumps({"batch_size": 4, "num_workers": 2, "stages": stages}))
+    config.write_text(json.dumps({"batch_size": 4, "num_workers": 1, "stages": stages}))
     kills = ("kill:rank=1,step=6", "kill:rank=0,step=13", "kill:rank=all,step=20")
     how = (*HOW, "--config", config, *(word for one in kills for word in ("--inject", one)))
     with Run(tmp_path / "run", *how, task=TASK) as run:
         assert run.wait() == 0, run.console
     assert run.summary()["steps"] == 25
     config.write_text(
-        json.dumps({"batch_size": 4, "seed": 5, "num_workers": 1, "data": ends, "task": second})
+        json.dumps({"batch_size": 4, "seed": 5, "num_workers": 0, "data": ends, "task": second})
     )
     begin = run.checkpoints / "step_00000009.pt"
     alone = (*HOW, "--config", config, "--max-steps", 16, "--init-from", begin)

@@ -39,7 +39,7 @@ class Mine:
     def loss(self, model, batch):
         return torch.nn.functional.mse_loss(model(batch[0]), batch[1])
 """
-SHORT = ("-b", "4", "--max-steps", "4", "optim.warmup_steps=2")
+SHORT = ("-b", "4", "--max-steps", "4", "optim.warmup_steps=2", "num_workers=0")
 PARTS = ("importing", "building data", "building model", "connecting ranks", "first step")
 
 

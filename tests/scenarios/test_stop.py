@@ -6,8 +6,6 @@ import contextlib
 import signal
 import time
 
-import pytest
-
 from tests.scenarios.conftest import LONG, LONG_STEPS, STEPS
 from tests.scenarios.conftest import WITHOUT_WORKERS as SETTINGS
 from tests.scenarios.harness import Run, poll
@@ -56,9 +54,9 @@ def stop_at(run, step, number, *, deliver=to_supervisor):
     return summary["steps"]
 
 
-def finish(folder, *, world, settings=SETTINGS, steps=STEPS):
+def finish(folder, *, settings=SETTINGS, steps=STEPS):
     """The same command again, to its end."""
-    with Run(folder, *settings, world=world) as run:
+    with Run(folder, *settings) as run:
         assert run.wait() == 0, run.console
     assert run.summary()["steps"] == steps
     return run
@@ -76,54 +74,36 @@ def test_a_launch_ends_in_time_and_the_next_goes_on(fault_free, tmp_path):
         assert run.wait() == 75, run.console
     assert "SLURM ends the job in" in run.console
     assert 0 < first <= run.summary()["steps"] < LONG_STEPS
-    run = finish(tmp_path, world=2, settings=settings, steps=LONG_STEPS)
+    run = finish(tmp_path, settings=settings, steps=LONG_STEPS)
     assert run.digest == fault_free(2, *LONG).digest
 
 
-@pytest.mark.parametrize(
-    ("world", "stops"),
-    [
-        (1, ((3, signal.SIGTERM), (9, signal.SIGINT))),
-        (2, ((2, signal.SIGINT), (8, signal.SIGHUP))),
-        (3, ((9, signal.SIGUSR1),)),
-    ],
-    ids=["1", "2", "3"],
+# To whom: the supervisor, a rank alone, then all processes at once.
+STOPS = (
+    *((2, signal.SIGINT, to_supervisor), (3, signal.SIGUSR1, to_supervisor)),
+    *((3, signal.SIGTERM, to_one_rank), (3, signal.SIGHUP, to_everybody)),
 )
-def test_a_run_stopped_at_any_step_ends_as_without_stops(fault_free, tmp_path, world, stops):
+
+
+def test_a_run_stopped_at_any_step_ends_as_without_stops(fault_free, tmp_path):
     """Each launch starts at the exact next step, and takes every step's samples as without faults."""
-    settings = (*SETTINGS, "task.pace_s=0.24")  # each signal must come well before the end
+    # Each signal must come well before the end; an evaluation has loader workers of its own.
+    settings = (*SETTINGS, "task.pace_s=0.24", "evaluate_interval=0")
     reached, names = 0, set()
-    for steps, number in stops:
-        with Run(tmp_path, *settings, world=world) as run:
-            reached = stop_at(run, reached + steps, number)
-        names.add(run.summary()["run_id"])
-    run = finish(tmp_path, world=world, settings=settings)
-    assert run.digest == fault_free(world).digest
-    assert {run.summary()["run_id"]} == names
-    taken, expected = (
-        [{step: line["indices"] for step, line in audit.items()} for audit in one.audit(world)]
-        for one in (run, fault_free(world))
-    )
-    assert taken == expected
-
-
-ROUNDABOUT = (
-    ((5, signal.SIGTERM, to_one_rank), (6, signal.SIGTERM, to_everybody)),
-    ((5, signal.SIGHUP, to_everybody),),
-)
-
-
-@pytest.mark.parametrize("stops", ROUNDABOUT, ids=["one rank, then everybody", "everybody"])
-def test_a_stop_signal_to_others_than_the_supervisor_stops_in_order(fault_free, tmp_path, stops):
-    """A rank alone, or all processes at once: the same saved end."""
-    # A spare must be ready before the end, and an evaluation has loader workers of its own.
-    settings = (*SETTINGS, "num_workers=1", "task.pace_s=0.36", "evaluate_interval=0")
-    reached = 0
-    for steps, number, deliver in stops:
-        with Run(tmp_path, *settings) as run:
+    for steps, number, deliver in STOPS:
+        workers = ("num_workers=1",) if deliver is to_everybody else ()
+        with Run(tmp_path, *settings, *workers) as run:
             reached = stop_at(run, reached + steps, number, deliver=deliver)
             assert not run.events("zygote_ended")
-    assert finish(tmp_path, world=2, settings=settings).digest == fault_free(2).digest
+        names.add(run.summary()["run_id"])
+    run = finish(tmp_path, settings=settings)
+    assert run.digest == fault_free(2).digest
+    assert {run.summary()["run_id"]} == names
+    taken, expected = (
+        [{step: line["indices"] for step, line in audit.items()} for audit in one.audit(2)]
+        for one in (run, fault_free(2))
+    )
+    assert taken == expected
 
 
 def test_a_stop_during_evaluation_does_not_wait_for_its_end(fault_free, tmp_path):
@@ -139,28 +119,26 @@ def test_a_stop_during_evaluation_does_not_wait_for_its_end(fault_free, tmp_path
         assert run.wait() == 75, run.console
         assert run.summary()["steps"] == 18
         assert not evaluations(run, step=18)
-    resumed = finish(tmp_path, world=2, settings=slow)
+    resumed = finish(tmp_path, settings=slow)
     assert evaluations(resumed, step=18) == 1
     assert resumed.digest == fault_free(2).digest
 
 
-@pytest.mark.parametrize("is_lost", [False, True], ids=["without faults", "as its rank dies"])
-def test_a_checkpoint_can_be_asked_for(fault_free, tmp_path, is_lost):
+def test_a_checkpoint_that_is_asked_for_outlives_its_rank(fault_free, tmp_path):
     """SIGUSR2 to the supervisor: one file of that time, and the run goes on as if nothing were."""
     settings = (*SETTINGS, "save_every_steps=1000", "task.pace_s=0.18")
     with Run(tmp_path, *settings) as run:
         run.wait_for_step(6)
         run.signal(signal.SIGUSR2)
-        if is_lost:
-            run.signal(signal.SIGKILL, run.rank_pid(0))
+        run.signal(signal.SIGKILL, run.rank_pid(0))
         saved = run.wait_for_event("checkpoint_saved")
         assert run.wait() == 0, run.console
     assert 6 <= saved["step"] < STEPS
     path = f"{run.checkpoints / 'step_'}{saved['step']:08d}.pt"
     # A rank may die when the file is there and nobody knows of it.
-    reported = [f"saved {path}"] + [f"{path} is on disk"] * is_lost
+    reported = (f"saved {path}", f"{path} is on disk")
     assert any(words in run.console for words in reported), run.console
-    assert [fault["rank"] for fault in run.summary()["faults"]] == [0] * is_lost
+    assert [fault["rank"] for fault in run.summary()["faults"]] == [0]
     assert run.digest == fault_free(2).digest
 
 
@@ -170,8 +148,9 @@ def test_who_asks_all_processes_for_a_checkpoint_disturbs_none(fault_free, tmp_p
     with Run(tmp_path, *settings) as run:
         run.wait_for_step(2)
         to_everybody(run, signal.SIGUSR2)
-        run.wait_for_event("checkpoint_saved")
+        saved = run.wait_for_event("checkpoint_saved")
         assert run.wait() == 0, run.console
+    assert 2 <= saved["step"] < STEPS
     assert not run.events("zygote_ended")
     assert run.summary()["faults"] == []
     logs = [path.read_text() for path in run.logs.glob("rank_*.log")]
@@ -182,13 +161,13 @@ def test_who_asks_all_processes_for_a_checkpoint_disturbs_none(fault_free, tmp_p
 def test_a_stop_during_a_save_keeps_both_the_save_and_the_stop(tmp_path):
     """A signal that lands in the middle of a save neither tears the file nor gets lost."""
     big = ("task.width=100000", "task.pace_s=0.1")  # there is always a save, and time to see it
-    settings = (*SETTINGS, "--max-steps", 24, "save_every_steps=1", *big)
+    settings = (*SETTINGS, "--max-steps", 12, "save_every_steps=1", *big)
     with Run(tmp_path / "stopped", *settings) as run:
         run.wait_for_step(4)
         poll(lambda: list(run.checkpoints.glob(".*tmp*")), what="a save", every_s=0.0005)
         run.signal(signal.SIGINT)
         assert run.wait() == 130, run.console
-    resumed = finish(tmp_path / "stopped", world=2, settings=settings, steps=24)
+    resumed = finish(tmp_path / "stopped", settings=settings, steps=12)
     cheap = ("save_every_steps=0", "task.pace_s=0", "recovery.warm_spare=false")
     with Run(tmp_path / "fault_free", *settings, *cheap) as run:
         assert run.wait() == 0, run.console

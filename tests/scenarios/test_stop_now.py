@@ -14,9 +14,8 @@ from tests.scenarios.workload import TROUBLE_NAME
 @pytest.mark.parametrize(
     ("name", "number", "code"),
     [
-        ("ddp:zygote", signal.SIGINT, 130),
-        ("ddp:rank1", signal.SIGINT, 130),
         ("ddp:zygote", signal.SIGTERM, 75),
+        ("ddp:rank1", signal.SIGINT, 130),
     ],
 )
 def test_a_stop_before_training_ends_at_once_and_leaves_no_file(tmp_path, name, number, code):

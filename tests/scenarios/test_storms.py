@@ -41,7 +41,7 @@ def wait_for_repairs(run, count):
 @pytest.mark.parametrize(
     ("world", "names"),
     [
-        (8, [f"ddp:rank{rank}" for rank in range(8)]),
+        pytest.param(8, [f"ddp:rank{rank}" for rank in range(8)], marks=pytest.mark.slow),
         (3, ["ddp:rank1", "ddp:store", "ddp:rank2", "ddp:rank0"]),
     ],
     ids=["eight ranks", "ranks and the store"],

@@ -28,7 +28,9 @@ def trained(folder, *words, code=0):
     return run
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode", ["auto", "static", pytest.param("no_search", marks=pytest.mark.slow)]
+)
 def test_neither_the_search_nor_a_later_forming_changes_a_bit(made_once, tmp_path, mode):
     """Killed in three phases, stopped and resumed; then some ranks leave a layer out, which turns the search on."""
     calm = made_once(*SETTINGS, "find_unused_parameters=true", task=TASK, world=3)
@@ -36,6 +38,8 @@ def test_neither_the_search_nor_a_later_forming_changes_a_bit(made_once, tmp_pat
     words = (*MODES[mode], STOP, *(word for kill in kills for word in ("--inject", kill)))
     stopped = trained(tmp_path, *words, code=75)
     assert len(stopped.summary()["injected"]) == 2
+    if mode == "auto":  # at the step that it is relaxed at without a kill
+        assert [event["step"] for event in stopped.events("tuning_changed")] == [5]
     run = trained(tmp_path, *MODES[mode], STOP, "--inject", "kill:rank=2,step=21,phase=reduce")
     kinds = [fault["kind"] for fault in run.summary()["faults"]]
     # In one step: on busy cores the kill is what ended the sum, and the other fault its consequence.

@@ -97,13 +97,11 @@ def test_a_program_is_asked_to_stop_and_ends_with_its_own_code(tmp_path):
 @pytest.mark.parametrize(
     ("options", "shown"),
     [
-        ((), ["I am 0"]),
-        (("--tee", 3), ["[default0]:I am 0", "[default1]:I am 1", "[default2]:I am 2"]),
         (("-t", "1:3,2:1"), ["[default1]:I am 1", "[default2]:I am 2"]),
         (("--local-ranks-filter", "1,2"), ["I am 1", "I am 2"]),
         (("--tee=3", "--local_ranks_filter=2"), ["[default2]:I am 2"]),
     ],
-    ids=["neither", "all", "some", "only", "all, but only"],
+    ids=["some", "only", "all, but only"],
 )
 def test_the_console_shows_the_ranks_that_are_asked_for(tmp_path, options, shown):
     """By torchrun's names, and marked as there; each has its log in any case."""

@@ -102,16 +102,6 @@ def test_no_fault_and_no_stop_shows_in_the_weights(tmp_path):
     assert "optim.optimizer: sgd -> adam" in other.console
 
 
-# Evaluations at 4, 8, ...; after the first, which is the best, none counts as an improvement.
-WAITS = (
-    *("evaluate_every_steps=4", "plateau_patience=2", "plateau_min_delta=100", "log_interval=1"),
-    *("early_stopping_patience=7", "early_stopping_min_delta=100", "warmup_steps=2"),
-    *("schedule=constant", "learning_rate=0.008"),
-)
-ENDS_AT = 32
-HALVED_AT = (12, 20, 28)
-
-
 def halvings(run):
     """The steps at which a plateau has lowered the rate, as the journal has them, once each."""
     return sorted(
@@ -121,34 +111,3 @@ def halvings(run):
             if "learning rate x" in event["action"]
         }
     )
-
-
-def test_no_fault_moves_a_plateau_or_an_early_stop(tmp_path):
-    """After kills, one of them in an evaluation, a stop and a resume: same rates, end and weights."""
-    with Run(tmp_path / "fault_free", *QUICK, *WAITS, "task.pace_s=0") as calm:
-        assert calm.wait() == 0, calm.console
-    assert calm.summary()["stop_reason"] == "early_stopping"
-    assert calm.summary()["steps"] == ENDS_AT
-    assert halvings(calm) == list(HALVED_AT)
-    rates = figure_of(calm, "learning_rate")
-    assert [rates[step] for step in (12, 13, 20, 21, 28, 29, 32)] == [
-        *(0.008, 0.004, 0.004, 0.002, 0.002, 0.001, 0.001)
-    ]
-    trouble = ("--inject", "kill:step=12,phase=evaluate,rank=1")
-    with Run(tmp_path / "faults", *QUICK, *WAITS, *FAULTS, *trouble, "task.pace_s=0.03") as run:
-        run.wait_for_step(22)
-        run.signal(signal.SIGTERM)
-        assert run.wait() == 75, run.console
-        assert run.summary()["stop_reason"] == "preempted"
-        assert len(run.summary()["faults"]) >= len(KINDS) + 1, run.summary()["faults"]
-    with Run(tmp_path / "faults", *QUICK, *WAITS, "task.pace_s=0.03") as run:
-        assert run.wait() == 0, run.console
-    summary = run.summary()
-    assert (summary["exact"], summary["steps"]) == (True, ENDS_AT), summary["inexact_reasons"]
-    assert (summary["stop_reason"], summary["status"]) == ("early_stopping", "completed")
-    assert halvings(run) == list(HALVED_AT)
-    assert figure_of(run, "learning_rate") == rates
-    assert run.digest == calm.digest
-    with Run(tmp_path / "faults", *QUICK, *WAITS, "task.pace_s=0.03") as again:
-        assert again.wait() == 0, again.console
-    assert (again.digest, again.summary()["steps"]) == (calm.digest, ENDS_AT)

@@ -50,6 +50,7 @@ def test_all_at_once_is_exact_through_every_fault(tmp_path):
     with start(tmp_path / "calm") as calm:
         assert calm.wait() == 0, calm.console
     fault_free = calm.summary()
+    assert fault_free["status"] == "completed"
     assert (fault_free["stop_reason"], fault_free["steps"]) == ("early_stopping", ENDS_AT)
     assert "middle trained from step 12 on: " in calm.console
     assert halvings(calm) == HALVED_AT
@@ -85,6 +86,9 @@ def test_all_at_once_is_exact_through_every_fault(tmp_path):
     assert same_bits_at_ends(run, calm) == ("final.pt", "final_ema.pt")
     saved = torch.load(run.checkpoints / "step_00000030.pt", weights_only=True)["model"]
     assert {"embed.weight"} == torch.load(run.checkpoints / "final.pt").keys() - saved.keys()
+    with start(tmp_path / "faults", "task.pace_s=0.03") as again:  # as it has ended early
+        assert again.wait() == 0, again.console
+    assert (again.digest, again.summary()["steps"]) == (run.digest, ENDS_AT)
     with start(tmp_path / "short", "--inject", "oom:rank=1,step=12,phase=forward") as short:
         assert short.wait() == 0, short.console
     summary = short.summary()

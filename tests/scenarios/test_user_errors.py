@@ -58,15 +58,11 @@ def test_a_task_that_starts_a_thread_is_imported_by_each_rank(tmp_path):
     assert run.console.index(warning) < run.console.index("parameters")
 
 
-@pytest.mark.parametrize(
-    ("name", "cause"),
-    [("FailsInModel", "no model today"), ("FailsInDatasets", "no data today")],
-)
-def test_a_task_that_cannot_be_built_ends_before_anything_is_written(tmp_path, name, cause):
+def test_a_task_that_cannot_be_built_ends_before_anything_is_written(tmp_path):
     """An error while building is reported once, and no folder is made."""
-    with Run(tmp_path, *SETTINGS, task=f"{WORKLOAD}:{name}") as run:
+    with Run(tmp_path, *SETTINGS, task=f"{WORKLOAD}:FailsInModel") as run:
         assert run.wait() in (1, 2), run.console
-    check_reported_once(run, f'raise RuntimeError("{cause}")')
+    check_reported_once(run, 'raise RuntimeError("no model today")')
 
 
 def test_a_task_that_cannot_be_imported_ends_before_anything_is_written(tmp_path):
@@ -99,7 +95,6 @@ def check_reported_once(run, text):
 @pytest.mark.parametrize(
     ("name", "gave", "steps"),
     [
-        ("TupleLoss", "a tuple of 2 (return the loss of it), not a scalar tensor, (loss,", 0),
         ("DetachedLoss", "a tensor without a graph to the parameters: nothing would be trained", 0),
         ("DictOfEvaluation", "a dict of loss, logits (return the loss of it), not a scalar", 2),
     ],

@@ -67,24 +67,19 @@ def test_a_rank_that_dies_before_the_verdict_costs_a_save_only(tmp_path, fault_f
     assert (loaded.manifest.step, loaded.rejected) == (24, ())
 
 
-@pytest.mark.parametrize("rank", [0, 1], ids=["of the rank that saves", "of another one"])
-def test_a_bit_that_flips_at_a_save_reaches_neither_file_nor_weights(tmp_path, fault_free, rank):
-    """The step that began with it is given up before its optimizer: the run ends as without faults."""
-    run = finish(tmp_path, f"task.rank={rank}")
+def test_a_bit_that_flips_at_a_save_reaches_neither_file_nor_weights(tmp_path, fault_free):
+    """On the rank that saves; its step is given up before its optimizer: the run ends as without faults."""
+    run = finish(tmp_path, "task.rank=0")
     (fault,) = run.summary()["faults"]
-    assert (fault["kind"], fault["rank"], fault["step"]) == ("replica_diverged", rank, 10)
+    assert (fault["kind"], fault["rank"], fault["step"]) == ("replica_diverged", 0, 10)
     assert (fault["steps_lost"], run.digest) == (0, fault_free.digest)
     assert "4.weight" in fault["cause"]
-    first, *again, second, last = sorted(set(saved_steps(run)))
-    # A step later where the thread of the save that was dropped had not ended yet. What the majority
-    # had is written; where that takes its time, the new generation saves once more after it.
+    first, second, last = sorted(set(saved_steps(run)))
+    # A step later where the thread of the save that was dropped had not ended yet.
     assert (first in (10, 11), second in (20, 21), last) == (True, True, 24)
     for step in {first, second, last} & set(saved_steps(fault_free)):
         for name, expected in weights(fault_free, step).items():
             assert torch.equal(weights(run, step)[name], expected), (step, name)
-    assert len(again) <= 1
-    if rank == 0:  # what it had copied was dropped
-        assert not again
-        events = [(event["event"], event.get("step")) for event in run.events()]
-        repaired = [name for name, _ in events].index("repaired")
-        assert events.index(("checkpoint_saved", first)) > repaired
+    events = [(event["event"], event.get("step")) for event in run.events()]
+    repaired = [name for name, _ in events].index("repaired")
+    assert events.index(("checkpoint_saved", first)) > repaired, "what it had copied was dropped"

@@ -20,10 +20,10 @@ STEPS = ("-b", 8, "--max-steps", 40, "evaluate_every_steps=20", *PATIENT)
 GUIDE = "my_images.py"
 
 
-@pytest.mark.parametrize(("changes", "workers"), [(True, 0), (False, 2), ("preload", 0)])
+@pytest.mark.parametrize(("changes", "workers"), [(False, 1), ("preload", 0)])
 def test_mixup_in_the_collate_is_repeated_and_evaluations_have_none(tmp_path, changes, workers):
     """Also where samples are the same each time, so that nothing else seeds what the batch draws."""
-    words = [*STEPS, f"num_workers={workers}", f"task.changes={str(changes is True).lower()}"]
+    words = [*STEPS, f"num_workers={workers}", "task.changes=false"]
     words += ["data.preload=true"] * (changes == "preload")
     with Run(tmp_path / "calm", *words, task=TASK) as calm:
         assert calm.wait() == 0, calm.console

@@ -59,7 +59,10 @@ def test_state_that_only_one_process_has_is_no_device(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "rank", "cause", "place"),
-    [("HasItsOwnCount", 1, "state", "task.count"), ("LoadsItsOwn", 0, "data", None)],
+    [
+        ("HasItsOwnCount", 1, "state", "task.count"),
+        pytest.param("LoadsItsOwn", 0, "data", None, marks=pytest.mark.slow),
+    ],
 )
 def test_a_diagnosis_names_state_or_data(tmp_path, name, rank, cause, place):
     """With what the rank had, a replacement computes the same bits; nobody is repaired."""

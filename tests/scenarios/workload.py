@@ -154,8 +154,8 @@ def is_beside():
 class PacedTask:
     """``pace_s`` seconds a step at least; ``validation_s`` seconds a validation batch.
 
-    ``raise_at_sample``, ``nan_at_sample`` and ``odd_at_sample`` name a training sample that ruins its
-    step; with the last one, by a collective that the other ranks are not in. ``slow_at_sample`` makes
+    ``raise_at_sample`` and ``odd_at_sample`` name a training sample that ruins its step; the latter
+    by a collective that the other ranks are not in. ``slow_at_sample`` makes
     its step take ``slow_s`` longer. ``awaits_saves``: however slow the disk is, a save ends within two
     steps.
     """
@@ -169,7 +169,6 @@ class PacedTask:
         validation_s=0.0,
         width=32,
         raise_at_sample=-1,
-        nan_at_sample=-1,
         odd_at_sample=-1,
         slow_at_sample=-1,
         slow_s=0.0,
@@ -181,7 +180,6 @@ class PacedTask:
         self._validation_s = validation_s
         self._width = width
         self._raise_at_sample = raise_at_sample
-        self._nan_at_sample = nan_at_sample
         self._odd_at_sample = odd_at_sample
         self._slow_at_sample = slow_at_sample
         self._slow_s = slow_s
@@ -223,8 +221,7 @@ class PacedTask:
             raise RuntimeError("this step never works")
         if self._odd_at_sample in indices:
             torch.distributed.all_reduce(torch.ones(100_000))
-        loss = nn.functional.mse_loss(model(inputs), targets)
-        return loss * float("nan") if self._nan_at_sample in indices else loss
+        return nn.functional.mse_loss(model(inputs), targets)
 
     def _await_save(self):
         """Wait for a save that was under way in the step before, at whose end it had its verdict."""
@@ -254,13 +251,6 @@ class FailsInModel(PacedTask):
 
     def build_model(self):
         raise RuntimeError("no model today")
-
-
-class FailsInDatasets(PacedTask):
-    """Raises while the data is built."""
-
-    def build_datasets(self):
-        raise RuntimeError("no data today")
 
 
 class DiesInModel(PacedTask):

@@ -118,6 +118,15 @@ SHOWN = {
     "StreamOverEpochs": "test_batches: an order that is carried over epochs",
     "StreamWithState": "test_loading: a stream goes on exactly, with a state",
     "NoSample": "PacedTask, which has none either",
+    "NamedTuples": "tests/training/test_batch_copy.py: what batches are made of",
+    "Sphere": "test_changing: Clips",
+    **dict.fromkeys(("CounterAttribute", "ModuleGenerator", "Curriculum"), "test_changing: Counts"),
+    "FreezeByOwnCount": "test_changing: Unfreezes",
+    "Smoothed": "test_changing: Grows",
+    "Holders": "test_odd_state: Odd",
+    "GradientHook": "test_plain: it has no state, so that a fault finds nothing of it",
+    "SyncNorms": "test_speed: batch norm over ranks; test_attached: synced norms",
+    "MaxNormEmbedding": "NoisyWeights, here",
 }
 
 TABLE = {
