@@ -63,8 +63,18 @@ _ROOM = {"_ROOM": "0" * 16384}
 class Launcher:
     """The process that forks launches, and the way to it. Ends with its owner, or when closed."""
 
-    def __init__(self, folder: str = "", *, owner_pid: int = 0, **variables: str) -> None:
-        """``variables`` are added to those of its interpreter. The owner is this process, unless said."""
+    def __init__(
+        self,
+        folder: str = "",
+        *,
+        owner_pid: int = 0,
+        imports: tuple[str, ...] = (),
+        **variables: str,
+    ) -> None:
+        """``variables`` are added to those of its interpreter. The owner is this process, unless said.
+
+        ``imports``: modules that it imports beside.
+        """
         self._folder = Path(folder or tempfile.mkdtemp(prefix="launcher_"))
         self.path = str(self._folder / "socket")
         owner_pid = owner_pid or os.getpid()
@@ -73,7 +83,7 @@ class Launcher:
             return
         # No posix_spawn: glibc's leaves a signal of its own ignored in all that it starts.
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.ready", self.path, str(owner_pid)],
+            [sys.executable, "-m", "tests.ready", self.path, str(owner_pid), *imports],
             env={**os.environ, **ENVIRONMENT, **_ROOM, **variables},
             stdin=subprocess.DEVNULL,
         )
@@ -167,16 +177,20 @@ def shared() -> Launcher:
     return _shared[0]
 
 
-def environment(imports: str = str(ROOT), *, programs: bool = False) -> dict[str, str]:
+def environment(
+    imports: str = str(ROOT), *, programs: bool = False, launcher: Launcher | None = None
+) -> dict[str, str]:
     """Variables for a command or a program that starts launches of its own: these are forks, too.
 
     The command itself is one where it is started by an interpreter that has them. See tests/forked.
     ``imports``: what is on its path beside. ``programs``: so is any program that is a file, and torchrun.
+    ``launcher``: whose forks they are; none: that of all tests.
     """
     path = f"{ROOT / 'tests' / 'forked'}{os.pathsep}{imports}"
     more = {"TESTS_READY_PROGRAMS": "1"} if programs else {}
-    shared().connect().close()
-    return {"PYTHONPATH": path, "TESTS_READY": shared().path, **more}
+    launcher = launcher or shared()
+    launcher.connect().close()
+    return {"PYTHONPATH": path, "TESTS_READY": launcher.path, **more}
 
 
 def _received(link, size):
@@ -189,14 +203,15 @@ def _received(link, size):
     return data
 
 
-def _serve(path: str, owner_pid: int) -> None:
+def _serve(path: str, owner_pid: int, imports: list[str]) -> None:
     from ddp_runner.kernel.rank import zygote
 
     owner = os.pidfd_open(owner_pid)
     zygote.preload(f"{TRAINED}:")
     zygote.preload(f"{RANK}:")
-    for name in _PRELOADED:
+    for name in (*_PRELOADED, *imports):
         importlib.import_module(name)
+    assert not (left := zygote.what_forks_inherit()), f"{imports}: {left}"
     installed.parts("parent")
     gc.freeze()
     use_huge_pages()
@@ -384,4 +399,4 @@ class _Zygote:
 
 
 if __name__ == "__main__":
-    _serve(sys.argv[1], int(sys.argv[2]))
+    _serve(sys.argv[1], int(sys.argv[2]), sys.argv[3:])

@@ -1,7 +1,8 @@
-"""Deleting the folder of a feature deletes the feature, and nothing else: each in turn, and all at once."""
+"""Deleting the folder of a feature deletes the feature, and nothing else: each beside any other one, and all at once."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -18,6 +19,9 @@ pytestmark = pytest.mark.whole_run
 FEATURES = sorted(
     path.parent.name for path in (ROOT / "ddp_runner" / "features").glob("*/__init__.py")
 )
+# Each is deleted in three of six copies, and no two in the same three: of any two, one copy has either alone.
+COPIES = dict(zip(FEATURES, itertools.combinations(range(6), 3), strict=False))
+PARTS = [[feature for feature in COPIES if number in COPIES[feature]] for number in range(6)]
 IN_A_RUN = sorted(  # a file, or a folder of that name
     {
         path.parent.name
@@ -126,19 +130,26 @@ def without(tmp_path):
     return made
 
 
-@pytest.mark.parametrize("deleted", [*FEATURES, "all"])
-def test_without_a_feature_all_others_answer(tmp_path, without, deleted):
-    """Modules and helps; who asks for it reads one line, exit code 2."""
-    features = FEATURES if deleted == "all" else [deleted]
-    asked = json.dumps([*asked_for(features)])
-    without(features)("-c", CHECK, str(tmp_path / "copy"), asked, deleted, limit_s=CHECK_S)
+@pytest.mark.parametrize("deleted", [*PARTS, FEATURES], ids="-".join)
+def test_without_features_all_others_answer(tmp_path, without, deleted):
+    """Modules and helps; who asks for one that is deleted reads one line, exit code 2."""
+    assert len(COPIES) == len(FEATURES), "more copies are needed"
+    asked = json.dumps([*asked_for(deleted)])
+    which = "all" if deleted == FEATURES else "part"
+    without(deleted)("-c", CHECK, str(tmp_path / "copy"), asked, which, limit_s=CHECK_S)
 
 
 @pytest.mark.parametrize(
-    "deleted", [IN_A_RUN[::2], IN_A_RUN[1::2], FEATURES], ids=["half", "other half", "all"]
+    "deleted",
+    [
+        pytest.param(IN_A_RUN[::2], marks=pytest.mark.slow),
+        pytest.param(IN_A_RUN[1::2], marks=pytest.mark.slow),
+        FEATURES,
+    ],
+    ids=["half", "other half", "all"],
 )
 def test_without_features_a_run_trains(tmp_path, without, deleted):
-    """Each that takes part in a run is deleted beside half of the others, which know nothing of it."""
+    """Without all of them; by hand each that takes part in a run is deleted beside half of the others, too."""
     few = ("--cpu", "-n", "1", "--max-steps", "3", "recovery.warm_spare=false")
     without(deleted)("-m", "ddp_runner", "train", "--test", *few, limit_s=TRAIN_S)
     assert (tmp_path / "logs").is_dir()
@@ -147,4 +158,6 @@ def test_without_features_a_run_trains(tmp_path, without, deleted):
 def test_without_several_machines_a_script_runs(tmp_path, without):
     """A feature that has a part for them needs them for that part alone."""
     (tmp_path / "script.py").write_text("print('trained')\n")
-    without(["machines"])("-m", "ddp_runner", "run", "--cpu", "script.py", limit_s=TRAIN_S)
+    without(["machines"])(
+        "-m", "ddp_runner", "run", "--cpu", "-n", "1", "script.py", limit_s=TRAIN_S
+    )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import os
 import subprocess
 import sys
@@ -12,7 +14,7 @@ import torch
 from ddp_runner.config import from_flat
 from ddp_runner.training.local_runtime import local_runtime
 from ddp_runner.training.own_loop.attached_run import AttachedRun
-from tests.scenarios.harness import ROOT
+from tests import ready
 
 KILL = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
 RAISE = "raise RuntimeError('a cosmic ray')"
@@ -46,14 +48,23 @@ def attached_alone(folder, monkeypatch, *integrations):
     run._leave()
 
 
-def run_by_torchrun(folder, script, *words, ranks=2):
+@functools.cache
+def with_imported(framework):
+    """Return the launcher of forks that have imported it, which takes longer than a short run; it ends with this process."""
+    launcher = ready.Launcher(imports=(framework,))
+    atexit.register(launcher.close)
+    return launcher
+
+
+def run_by_torchrun(folder, script, *words, framework, ranks=2):
     """What ranks of the framework itself do."""
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    forks = ready.environment(programs=True, launcher=with_imported(framework))
     subprocess.run(
         [*command, "--nproc-per-node", str(ranks), script, *words],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, **forks, "OMP_NUM_THREADS": "1"},
         check=True,
         timeout=280,
     )

@@ -25,6 +25,7 @@ from tests.integrations.compared import (
     in_fp16,
     plant,
     run_by_torchrun,
+    with_imported,
 )
 from tests.scenarios.conftest import PATIENT
 from tests.scenarios.harness import Run, poll
@@ -35,6 +36,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState  # no
 
 from ddp_runner.integrations import accelerate as ours  # noqa: E402 - needs the library
 
+FRAMEWORK = "accelerate"
 LIKE_CLM = Path(__file__).with_name("accelerated.py")
 LIKE_EXAMPLES = Path(__file__).with_name("accelerated_vision.py")
 
@@ -42,9 +44,9 @@ LIKE_EXAMPLES = Path(__file__).with_name("accelerated_vision.py")
 
 
 def run_script(folder, script, *words, ranks=2, options=()):
-    options = ("--preload", "accelerate", "save_every_steps=5", *PATIENT, *options)
+    options = ("--preload", FRAMEWORK, "save_every_steps=5", *PATIENT, *options)
     places = ("-l", folder / "logs", "-c", folder / "checkpoints")
-    how = {"world": ranks, "task": None, "verb": "run"}
+    how = {"world": ranks, "task": None, "verb": "run", "launcher": with_imported(FRAMEWORK)}
     return Run(folder, *places, *options, script, *words, **how)
 
 
@@ -58,7 +60,7 @@ def test_ranks_are_lost_in_each_part_of_accumulated_steps(tmp_path, model):
     if model == "gpt2":
         pytest.importorskip("transformers")
     words = ("accumulate", "short", model)
-    run_by_torchrun(tmp_path / "plain", LIKE_CLM, *words)
+    run_by_torchrun(tmp_path / "plain", LIKE_CLM, *words, framework=FRAMEWORK)
     folder = tmp_path / "in_place"
     folder.mkdir()
     plant(
@@ -112,7 +114,7 @@ def test_kills_at_random_moments(tmp_path, model, ranks, kills):
         assert run.wait(timeout_s=1500) == 0, run.console
     assert not [*folder.glob("harm_*")]
     if ranks == 2:
-        run_by_torchrun(plain, LIKE_CLM, *words)
+        run_by_torchrun(plain, LIKE_CLM, *words, framework=FRAMEWORK)
     else:
         plain.mkdir()
         with run_script(plain, LIKE_CLM, *words, ranks=ranks) as undisturbed:
@@ -130,7 +132,7 @@ def test_kills_at_random_moments(tmp_path, model, ranks, kills):
 @pytest.mark.whole_run
 @pytest.mark.timeout(600)
 def test_a_loop_without_accumulate_is_repaired_stopped_and_resumed(tmp_path):
-    run_by_torchrun(tmp_path / "plain", LIKE_EXAMPLES)
+    run_by_torchrun(tmp_path / "plain", LIKE_EXAMPLES, framework=FRAMEWORK)
     folder = tmp_path / "in_place"
     folder.mkdir()
     plant(folder, r0_s1_backward=KILL, r1_s4_update=KILL, r1_s8_backward=WAIT)
@@ -153,7 +155,7 @@ def test_a_loop_without_accumulate_is_repaired_stopped_and_resumed(tmp_path):
 @pytest.mark.parametrize("words", [("seedable", "bf16"), ("early",), ("fp16",)], ids=" ".join)
 def test_other_options_give_the_weights_of_torchrun(tmp_path, words):
     """An early stop takes no further step: its last one, by which the ranks agree, has no update."""
-    run_by_torchrun(tmp_path / "plain", LIKE_EXAMPLES, *words)
+    run_by_torchrun(tmp_path / "plain", LIKE_EXAMPLES, *words, framework=FRAMEWORK)
     folder = tmp_path / "in_place"
     folder.mkdir()
     plant(folder, r0_s2_backward=KILL, r1_s7_update=RAISE)

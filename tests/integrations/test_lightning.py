@@ -23,6 +23,7 @@ from tests.integrations.compared import (
     flat,
     plant,
     run_by_torchrun,
+    with_imported,
 )
 from tests.scenarios.conftest import PATIENT, filled_once
 from tests.scenarios.harness import Run, poll
@@ -40,6 +41,7 @@ from ddp_runner.integrations import lightning_private as private
 from ddp_runner.integrations import lightning_values as values
 
 SCRIPT = Path(__file__).with_name("fitted.py")
+FRAMEWORK = "lightning.pytorch"
 NEEDS = "accumulate midway bf16 early"
 
 # --- whole runs ---
@@ -51,7 +53,7 @@ def of_torchrun(tmp_path_factory, worker_id):
 
     def of(words):
         def make(folder):
-            run_by_torchrun(folder, SCRIPT, *words.split())
+            run_by_torchrun(folder, SCRIPT, *words.split(), framework=FRAMEWORK)
 
         return filled_once(tmp_path_factory, worker_id, make, ("lightning", words))
 
@@ -63,13 +65,13 @@ def run_script(folder, words, *, ranks=2, settings=(), **how):
         "--max-restarts",
         99,
         "--preload",
-        "lightning.pytorch",
+        FRAMEWORK,
         "save_every_steps=9",
         *PATIENT,
         *settings,
     )
     places = ("-l", folder / "logs", "-c", folder / "checkpoints")
-    how |= {"world": ranks, "task": None, "verb": "run"}
+    how |= {"world": ranks, "task": None, "verb": "run", "launcher": with_imported(FRAMEWORK)}
     return Run(folder, *places, *options, SCRIPT, *words.split(), **how)
 
 

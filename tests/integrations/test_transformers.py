@@ -27,6 +27,7 @@ from tests.integrations.compared import (
     in_fp16,
     plant,
     run_by_torchrun,
+    with_imported,
 )
 from tests.scenarios.conftest import PATIENT, filled_once
 from tests.scenarios.harness import Run, poll
@@ -42,6 +43,7 @@ from ddp_runner.integrations.transformers_progress import (  # noqa: E402 - as a
 )
 
 SCRIPT = Path(__file__).with_name("trained.py")
+FRAMEWORK = "transformers.trainer"
 NEEDS = "accumulate cosine best predict"
 IN_FP16 = "fp16 accumulate cosine evaluate"
 FINE_TUNING = "early best lora bf16 checkpointing own_loader predict"
@@ -66,7 +68,7 @@ def of_torchrun(tmp_path_factory, worker_id):
 
     def of(words, ranks=2):
         def make(folder):
-            run_by_torchrun(folder, SCRIPT, *words.split(), ranks=ranks)
+            run_by_torchrun(folder, SCRIPT, *words.split(), framework=FRAMEWORK, ranks=ranks)
 
         return filled_once(tmp_path_factory, worker_id, make, ("torchrun", words, str(ranks)))
 
@@ -74,12 +76,13 @@ def of_torchrun(tmp_path_factory, worker_id):
 
 
 def run_script(folder, words, ranks=2, **how):
-    options = ("--preload", "transformers.trainer", "save_every_steps=9", *PATIENT)
+    options = ("--preload", FRAMEWORK, "save_every_steps=9", *PATIENT)
     options += ("--max-restarts", "100")
     places = ("-n", str(ranks), "-l", folder / "logs", "-c", folder / "checkpoints")
     by_name = ["--in-place"] if "by_name" in words else []
     words = [*by_name, SCRIPT, *words.split()]
-    return Run(folder, *places, *options, *words, task=None, verb="run", **how)
+    how |= {"task": None, "verb": "run", "launcher": with_imported(FRAMEWORK)}
+    return Run(folder, *places, *options, *words, **how)
 
 
 def assert_as_torchrun(folder, plain, ranks=2):

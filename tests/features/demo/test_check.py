@@ -8,11 +8,13 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 
+from ddp_runner.__main__ import main
 from ddp_runner.features.demo.check import KILLS
 from tests import ready
 from tests.scenarios.harness import MARK
@@ -67,7 +69,7 @@ def folders(tmp_path):
 @pytest.mark.timeout(600)
 def test_all_holds_of_a_sound_task(start, tmp_path):
     """A row for each kill, with its repair; the folder is gone."""
-    check = start("--json", "--task", SOUND, "--max-steps", "20", "num_workers=1")
+    check = start("--json", "--task", SOUND, "--max-steps", "20", "num_workers=0")
     text, progress = check.communicate(timeout=DEADLINE_S)
     assert check.returncode == 0, text + progress
     reported = json.loads(text)
@@ -119,6 +121,26 @@ def test_a_loop_is_checked_with_its_own_arguments(start, tmp_path):
 @pytest.mark.parametrize(
     ("words", "line"),
     [
+        (("--task", SOUND, "--kep"), "--kep: unknown option"),
+        (("--task", SOUND, "learning_rate=-1"), "learning_rate=-1: must be a number, above 0"),
+        (("--task", f"{SCENARIOS / 'workload.py'}:NoSuchTask"), "NoSuchTask"),
+    ],
+)
+def test_wrong_input_is_one_line(start, tmp_path, words, line):
+    """What check itself refuses, what its first run refuses, and what a rank does."""
+    check = start(*words)
+    text, errors = check.communicate(timeout=DEADLINE_S)
+    assert check.returncode == 2, text + errors
+    (reported,) = [one for one in errors.splitlines() if one.startswith("ddp_runner: error: ")]
+    assert line in reported
+    assert folders(tmp_path) == []
+
+
+def test_what_check_does_not_take_is_one_line(tmp_path, monkeypatch, capsys):
+    """Exit 2, before there is a folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for words, line in (
         (("--loop",), "--loop: needs a value: FILE.py is what is checked"),
         (("--loop", "none.py"), "--loop=none.py: is no file: give FILE.py, and its arguments"),
         (("--resume=none", "--loop", __file__), "--resume: is set by check itself: leave it out"),
@@ -126,18 +148,12 @@ def test_a_loop_is_checked_with_its_own_arguments(start, tmp_path):
         (("--task", SOUND, "--max-steps", "5"), "--max-steps=5: must be 20 or more"),
         (("--task", SOUND, "--resume", "none"), "resume: is set by check itself: leave it out"),
         (("--task", SOUND, "-l", "x"), "log_dir: is set by check itself: leave it out"),
-        (("--task", SOUND, "--kep"), "--kep: unknown option"),
-        (("--task", SOUND, "learning_rate=-1"), "learning_rate=-1: must be a number, above 0"),
-        (("--task", f"{SCENARIOS / 'workload.py'}:NoSuchTask"), "NoSuchTask"),
-    ],
-)
-def test_wrong_input_is_one_line(start, tmp_path, words, line):
-    check = start(*words)
-    text, errors = check.communicate(timeout=DEADLINE_S)
-    assert check.returncode == 2, text + errors
-    (reported,) = [one for one in errors.splitlines() if one.startswith("ddp_runner: error: ")]
-    assert line in reported
-    assert folders(tmp_path) == []
+    ):
+        assert main(["check", "--cpu", "-b", "8", *words]) == 2
+        said = capsys.readouterr()
+        assert said.err.startswith(f"ddp_runner: error: {line}")
+        assert (said.out, said.err.count("\n")) == ("", 1)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_signal_ends_everything_and_removes_the_folder(start, tmp_path):
