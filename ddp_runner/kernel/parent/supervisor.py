@@ -66,11 +66,13 @@ from ddp_runner.kernel.wire.messages import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """The parts of one :class:`Supervisor`, which has them from whoever builds it.
+    """The parts of one :class:`Supervisor`, which ``supervisor/assembly.py`` builds.
 
-    ``policies``: of the roles that have processes here. ``observers``: what works next to the run, in the order in
-    which each gets its turn. ``goes_on_behind``: the ranks are a program of the user's, which goes on behind its loop
-    for as long as it likes.
+    ``start`` shows the start to people. ``cutting`` is the second phase of an abort. ``repair`` handles faults.
+    ``run_end`` makes the last save and the ending. ``opening`` takes the folders once every rank is ready. ``stages``
+    begins the next stage. ``policies`` decide when each role of this machine has a process. ``observers`` work
+    next to the run, in the order of their turns. ``goes_on_behind``: the ranks run a user's program, which may
+    continue after its loop without a time limit.
     """
 
     node: Node
