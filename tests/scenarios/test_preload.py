@@ -50,7 +50,7 @@ def found_by(folder, rank):
 
 
 @needs_compiler
-def test_a_module_that_starts_a_thread_or_cuda_is_left_to_each_rank(tmp_path, modules):
+def test_what_starts_a_thread_or_cuda_is_left_to_each_rank(tmp_path, modules):
     """It is named, the others are there all the same, and nothing of it is left in the ranks.
 
     CUDA by a stand-in for NVIDIA's library, which a compiler makes here: no GPU is needed.

@@ -7,16 +7,12 @@ import signal
 from importlib.util import find_spec
 
 from tests.features.trackers.test_trackers import read_back, rows, scalars, stands
-from tests.scenarios.conftest import LONG, LONG_STEPS, PATIENT, WITHOUT_WORKERS
+from tests.scenarios.conftest import LONG, LONG_STEPS, WITHOUT_WORKERS
 from tests.scenarios.harness import Run, poll
 from tests.scenarios.workload import HOLD_NAME
 
 NAMES = ["csv", *(["tensorboard"] if find_spec("tensorboard") else [])]
 WRITTEN = ("log_interval=1", f"log.trackers={','.join(NAMES)}")
-SETTINGS = (
-    *("-b", 8, "num_workers=0", "save_every_steps=10", "evaluate_every_steps=10"),
-    *("--audit", *WRITTEN, *PATIENT),
-)
 WATCHED = (*WITHOUT_WORKERS, *LONG, *WRITTEN, "log.gpu_watch_s=0.2")
 
 
@@ -82,7 +78,9 @@ def assert_use_is_summed_up(run):
 
 
 def test_points_and_figures_of_use_are_exact_through_faults_of_every_kind(fault_free, tmp_path):
-    """An exception, a kill of the last rank and a stop; then a resume, a roll-back and a kill."""
+    """An exception, kills of the last rank and of each tracker, and a stop; then a resume, all of them killed at
+    once, a roll-back and a kill.
+    """
     hold = tmp_path / HOLD_NAME
     # Rank 0, whose process is new at step 6, waits in step 24.
     hold.write_text("20", encoding="utf-8")
@@ -90,7 +88,9 @@ def test_points_and_figures_of_use_are_exact_through_faults_of_every_kind(fault_
     with Run(tmp_path, *WATCHED, *first) as run:
         run.wait_for_step(15)
         wait_for_use(run, 1, run.rank_pid(1))
-        hold.write_text("26", encoding="utf-8")
+        for name in NAMES:
+            kill_tracker(run, name)
+        hold.write_text("24", encoding="utf-8")  # step 28: the second launch comes to the roll-back
         run.wait_for_step(27)
         run.signal(signal.SIGTERM)
         run.wait_for_event("stop_asked")
@@ -104,46 +104,24 @@ def test_points_and_figures_of_use_are_exact_through_faults_of_every_kind(fault_
     assert all(rss_bytes for rss_bytes, _ in of_replacement.values()), of_replacement
     assert of_replacement[stopped_at][1] is not None, of_replacement
     assert_use_is_summed_up(run)
-    second = injected("diverge:rank=1,step=32", "kill:rank=1,step=43,phase=backward")
-    hold.write_text("9", encoding="utf-8")
+    assert "the tracker csv has ended: signal 9; it is restarted" in run.console
+    second = injected("diverge:rank=1,step=36", "kill:rank=1,step=43,phase=backward")
+    hold.write_text("4", encoding="utf-8")
     with Run(tmp_path, *WATCHED, *second) as run:
         poll(lambda: run.status()["state"] == "running", what="its begin")
         for rank in (0, 1):
             wait_for_use(run, rank, run.rank_pid(rank))
+        everybody = [run.rank_pid(rank) for rank in (0, 1)]
+        everybody += [run.named(f"ddp:{name}"[:15]).pid for name in NAMES]
+        run.signals_at_once(*((signal.SIGKILL, pid) for pid in everybody))
+        run.wait_for_event("repaired")
         hold.unlink()
         assert run.wait() == 0, run.console
     kinds = [fault["kind"] for fault in run.summary()["faults"]]
-    assert kinds == ["replica_diverged", "rank_killed"]
+    assert kinds == ["rank_killed", "replica_diverged", "rank_killed"]
+    assert run.summary()["faults"][0]["all_ranks_dead"]
     assert "rolled back to step" in run.console
     assert_written(run, steps=LONG_STEPS)
     assert all(rss_bytes for rank in (0, 1) for rss_bytes, _ in use_of(run, rank).values())
     assert_use_is_summed_up(run)
     assert (run.digest, run.summary()["exact"]) == (fault_free(2, *LONG).digest, True)
-
-
-def test_trackers_lose_no_point_though_they_and_ranks_are_killed(tmp_path):
-    """Each tracker's process, then rank 0, then all at once; then stopped, and resumed with too little memory."""
-    with Run(tmp_path, *SETTINGS, "--max-steps", 1_000_000) as run:
-        run.wait_for_step(5)
-        for name in NAMES:
-            kill_tracker(run, name)
-        run.signal(signal.SIGKILL, run.rank_pid(0))
-        run.wait_for_event("repaired")
-        run.signals_at_once(
-            *((signal.SIGKILL, run.rank_pid(rank)) for rank in (0, 1)),
-            *((signal.SIGKILL, run.named(f"ddp:{name}"[:15]).pid) for name in NAMES),
-        )
-        run.wait_for_step(run.committed() + 3)
-        run.signal(signal.SIGTERM)
-        assert run.wait() == 75, run.console
-    assert "the tracker csv has ended: signal 9; it is restarted" in run.console
-    assert run.summary()["exact"] is True
-    stopped_at = run.summary()["steps"]
-    assert_written(run, steps=stopped_at)
-    little = injected(f"oom:rank=1,step={stopped_at + 5},phase=backward")
-    with Run(tmp_path, *SETTINGS, *little, "--max-steps", stopped_at + 25) as run:
-        assert run.wait() == 0, run.console
-    kinds = [fault["kind"] for fault in run.summary()["faults"]]
-    assert (kinds, run.summary()["exact"]) == (["out_of_memory"], False)
-    assert_written(run, steps=stopped_at + 25)
-    assert run.status()["trackers"]["csv"] == str(run.logs / "metrics.csv")
