@@ -15,6 +15,7 @@ import os
 import pickle
 import signal
 import socket
+import sys
 import tempfile
 import time
 import traceback
@@ -286,12 +287,21 @@ def _serve(connection: socket.socket) -> None:
             return
         verb, *request = pickle.loads(packet)
         if verb == "fork":
+            _import_ahead(request[0])
             connection.send(pickle.dumps(_fork_all(connection, request, descriptors)))
         else:
             statuses = [os.waitpid(pid, 0)[1] for pid in request[0]]
             connection.send(
                 pickle.dumps([os.waitstatus_to_exitcode(status) for status in statuses])
             )
+
+
+def _import_ahead(module: str) -> None:
+    """Once for all that will be forked with it; what cannot be imported here, each fork reports."""
+    if module not in sys.modules:
+        with contextlib.suppress(Exception):
+            importlib.import_module(module)
+        gc.freeze()
 
 
 def _fork_all(

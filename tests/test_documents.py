@@ -125,10 +125,10 @@ def not_plain_in(text):
                 yield f"{words_of(sentence)} words: {sentence}"
 
 
-@pytest.mark.parametrize("path", documents(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_lines_sentences_and_cells_of_a_page_are_short_and_plain(path):
+def test_lines_sentences_and_cells_of_a_page_are_short_and_plain():
     """A sentence is read once, and a table at a glance."""
-    assert list(not_plain_in(path.read_text(encoding="utf-8"))) == []
+    for path in documents():
+        assert list(not_plain_in(path.read_text(encoding="utf-8"))) == [], path
 
 
 def test_long_lines_sentences_and_cells_are_found():
@@ -142,25 +142,25 @@ def test_long_lines_sentences_and_cells_are_found():
     assert kinds == ["26 words in a cell", "151 characters", "What", "26 words"]
 
 
-@pytest.mark.parametrize("path", documents(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_links_and_names_in_documents_lead_somewhere(path):
+def test_links_and_names_in_documents_lead_somewhere():
     """Each link, file, test, class and message that a document names is there."""
-    text = _FENCED.sub("", path.read_text(encoding="utf-8"))
-    links = [link for link in _LINK.findall(text) if "://" not in link]
-    assert [link for link in links if not (path.parent / link).exists()] == []
-    words, tests = names_in_code()
-    lost = []
-    for code in _CODE.findall(text):
-        if _MODULE.fullmatch(code) and code not in _MADE_BY_READERS:
-            folders = (ROOT, ROOT / "ddp_runner", path.parent)
-            if not any((folder / code).exists() for folder in folders):
+    for path in documents():
+        text = _FENCED.sub("", path.read_text(encoding="utf-8"))
+        links = [link for link in _LINK.findall(text) if "://" not in link]
+        assert [link for link in links if not (path.parent / link).exists()] == [], path
+        words, tests = names_in_code()
+        lost = []
+        for code in _CODE.findall(text):
+            if _MODULE.fullmatch(code) and code not in _MADE_BY_READERS:
+                folders = (ROOT, ROOT / "ddp_runner", path.parent)
+                if not any((folder / code).exists() for folder in folders):
+                    lost.append(code)
+            elif (re.fullmatch(r"test_\w+", code) and code not in tests | _OF_OTHERS) or (
+                (camel := re.fullmatch(r"([A-Z][a-z]+\w*)(\(.*\))?(\.\w+)*", code))
+                and not ({*re.findall(r"\w+", camel[1])} <= words | _OF_TORCH)
+            ):
                 lost.append(code)
-        elif (re.fullmatch(r"test_\w+", code) and code not in tests | _OF_OTHERS) or (
-            (camel := re.fullmatch(r"([A-Z][a-z]+\w*)(\(.*\))?(\.\w+)*", code))
-            and not ({*re.findall(r"\w+", camel[1])} <= words | _OF_TORCH)
-        ):
-            lost.append(code)
-    assert lost == []
+        assert lost == [], path
 
 
 def test_each_page_is_in_the_menu_under_its_title():

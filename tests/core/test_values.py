@@ -100,10 +100,10 @@ SAMPLES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("message", SAMPLES, ids=lambda message: type(message).__name__)
-def test_a_message_survives_the_wire(message):
+def test_a_message_survives_the_wire():
     """What is decoded equals what was encoded."""
-    assert messages.decode(messages.encode(message)) == message
+    for message in SAMPLES:
+        assert messages.decode(messages.encode(message)) == message
 
 
 def test_a_fork_without_what_it_needs_is_refused():

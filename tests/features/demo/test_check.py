@@ -69,7 +69,7 @@ def folders(tmp_path):
 @pytest.mark.timeout(600)
 def test_all_holds_of_a_sound_task(start, tmp_path):
     """A row for each kill, with its repair; the folder is gone."""
-    check = start("--json", "--task", SOUND, "--max-steps", "20", "num_workers=0")
+    check = start("--json", "--task", SOUND, "--max-steps", "20", "num_workers=1")
     text, progress = check.communicate(timeout=DEADLINE_S)
     assert check.returncode == 0, text + progress
     reported = json.loads(text)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import http.client
+import importlib.util
 import os
 import re
 import shutil
@@ -27,10 +29,13 @@ if PACKAGES and PACKAGES not in sys.path:
     sys.path.append(PACKAGES)
 IMPORTS = os.pathsep.join(filter(None, (str(ROOT), PACKAGES)))  # of processes that are started
 
-pytest.importorskip("nicegui", reason="needs the extra page: pip install '.[page]'")
+if importlib.util.find_spec("nicegui") is None:  # which the page's process imports
+    pytest.skip("needs the extra page: pip install '.[page]'", allow_module_level=True)
 webdriver = pytest.importorskip(
     "selenium.webdriver", reason="needs what drives the browser: pip install selenium"
 )
+from selenium.common.exceptions import StaleElementReferenceException  # noqa: E402 - as above
+
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 if CHROMIUM is None or DRIVER is None:
     pytest.skip("needs chromium and chromedriver: apt-get install chromium chromium-driver",
@@ -38,6 +43,8 @@ if CHROMIUM is None or DRIVER is None:
 
 poll = functools.partial(processes.poll, every_s=0.1)  # each look takes time from the browser
 OPENS_WITHIN_S = 10.0
+# One test process has them all, and one browser; one of them needs the huge metrics.
+one_browser = pytest.mark.xdist_group("huge metrics")
 VIEWS = ("training", "timeline", "ranks", "checkpoints", "settings")
 _POINTS = """
 const plot = document.querySelector('.ddp-curves');
@@ -113,28 +120,40 @@ class Page:
             self.process.stdout.close()
 
 
-@contextlib.contextmanager
-def browser(width, *, height=1100, dark=False):
-    """A window of that width; what it writes is removed with it."""
+@functools.cache
+def _driver():
+    """Start the browser of this test process, as its start takes longer than most looks; it ends with the process."""
     options = webdriver.ChromeOptions()
     options.binary_location = CHROMIUM
     for word in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
         options.add_argument(word)
-    if width < 500:  # no window is that narrow
-        metrics = {"width": width, "height": height, "pixelRatio": 1.0}
-        options.add_experimental_option("mobileEmulation", {"deviceMetrics": metrics})
-    else:
-        options.add_argument(f"--window-size={width},{height}")
-    if dark:
-        options.add_argument("--force-dark-mode")
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        service = webdriver.ChromeService(DRIVER, env={**os.environ, "TMPDIR": folder})
-        driver = webdriver.Chrome(options=options, service=service)
-        try:
-            driver.implicitly_wait(5)  # a panel is drawn when its tab is opened
-            yield driver
-        finally:
-            driver.quit()
+    folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+    service = webdriver.ChromeService(DRIVER, env={**os.environ, "TMPDIR": folder.name})
+    driver = webdriver.Chrome(options=options, service=service)
+    driver.implicitly_wait(5)  # a panel is drawn when its tab is opened
+
+    def end():
+        driver.quit()
+        folder.cleanup()
+
+    atexit.register(end)
+    return driver
+
+
+@contextlib.contextmanager
+def browser(width, *, height=1100, dark=False):
+    """The browser with a page of that size; what pages before it have kept and said is gone."""
+    driver = _driver()
+    driver.execute_cdp_cmd("Network.clearBrowserCookies", {})
+    driver.get_log("browser")
+    size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
+    try:
+        yield driver
+    finally:
+        driver.get("about:blank")
 
 
 def busy_factor():
@@ -170,6 +189,14 @@ def _clicked(place, text):
         return False
     found[0].click()
     return True
+
+
+def clicked(driver, selector):
+    """Whether it could be clicked: a page that is drawn again meanwhile has another one."""
+    with contextlib.suppress(StaleElementReferenceException):
+        driver.find_element("css selector", selector).click()
+        return True
+    return False
 
 
 def points(driver, name):

@@ -20,7 +20,9 @@ from tests.features.page.driven import (
     busy_factor,
     click_button,
     click_tab,
+    clicked,
     free_port,
+    one_browser,
     pictures,
     points,
     poll,
@@ -28,7 +30,11 @@ from tests.features.page.driven import (
 )
 from tests.scenarios.harness import Run
 
-pytestmark = [pytest.mark.whole_run, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+pytestmark = [
+    one_browser,
+    pytest.mark.whole_run,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
 SEEN_WITHIN_S = 2.0
 EVIL = "<script>window.evil = 1</script><img src=x onerror='window.evil = 1'>"
 LINK = re.compile(r"page: (http://127\.0\.0\.1:\d+)/run/~\?token=(\S+)")
@@ -91,7 +97,7 @@ def end_the_page(run, token):
 
 def stop_from_the_page(driver, run, folder):
     """A log is text, every view is drawn, and the run stops as by Ctrl-C."""
-    driver.find_element("css selector", ".ddp-fault .q-item").click()
+    poll(lambda: clicked(driver, ".ddp-fault .q-item"), timeout_s=OPENS_WITHIN_S, what="a fault")
     shows(driver, "plan: replace rank 1")
     click_tab(driver, "ranks")
     driver.find_element("css selector", "input[aria-label='search']").send_keys("onerror")

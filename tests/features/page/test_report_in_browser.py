@@ -9,10 +9,10 @@ import pytest
 from ddp_runner.__main__ import main
 from ddp_runner.observe.summary import write_summary
 from tests.cli.test_commands import SUMMARY
-from tests.features.page.driven import browser, poll
+from tests.features.page.driven import browser, one_browser, poll
 from tests.observe.history.test_run_history import KILLED, point, write
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+pytestmark = [one_browser, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 _DRAWN = """
 const plot = document.getElementById(arguments[0]);
 return plot && plot.data ? plot.data.map(one => one.name).concat(plot.layout.xaxis.title.text) : [];

@@ -18,6 +18,7 @@ from tests.features.page.driven import (
     browser,
     busy_factor,
     click_button,
+    one_browser,
     pictures,
     points,
     poll,
@@ -26,7 +27,11 @@ from tests.features.page.driven import (
 )
 from tests.observe.history.test_run_history import KILLED, write
 
-pytestmark = [pytest.mark.whole_run, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+pytestmark = [
+    one_browser,
+    pytest.mark.whole_run,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
 OPENS_HUGE_WITHIN_S = 2.0
 _STEPS = """
 const plot = document.querySelector('.ddp-curves');
@@ -66,7 +71,6 @@ def press(driver, key):
     webdriver.ActionChains(driver).send_keys(getattr(webdriver.Keys, key)).perform()
 
 
-@pytest.mark.xdist_group("huge metrics")
 def test_a_long_run_opens_scrolls_and_is_exact_where_zoomed(tmp_path, huge_metrics):
     """Eight ranks and a hundred thousand steps: a sample at once, each step of a part, by mouse and by keyboard."""
     logs = tmp_path / "logs"

@@ -22,7 +22,8 @@ def test_early_stopping_counts_on_over_a_take_over(nodes, made_once):
     """The evaluations before it are not forgotten: the run ends at the step of one machine's."""
     words = ("evaluate_every_steps=4", "early_stopping_patience=2", "learning_rate=0.3")
     words += ("max_steps=200", *KEPT)
-    alone = made_once(*SETTINGS, *words, world=4)
+    nodes.ranks = 1
+    alone = made_once(*SETTINGS, *words, world=2)
     first, second = (nodes.start(number, "task.pace_s=0.1", *words) for number in (0, 1))
     first.wait_for_step(9)
     first.signal(signal.SIGKILL)
@@ -70,7 +71,7 @@ def test_machines_that_a_preset_names_are_those_of_the_run(nodes, one_machine):
     assert runs[0].digest == one_machine(2)
 
 
-@pytest.mark.parametrize("where", [0, 1])
+@pytest.mark.parametrize("where", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_keys_pressed_on_one_machine_stop_both_saved(nodes, where):
     """Both end with 130, and the same command goes on."""
     nodes.ranks = 1
@@ -100,18 +101,19 @@ def test_what_a_rank_elsewhere_warns_of_is_on_the_console(nodes, is_shared):
 
 def test_a_log_folder_that_one_machine_cannot_write_costs_a_warning(nodes, one_machine):
     """It becomes read-only amid the run; a rank is replaced there all the same."""
+    nodes.ranks = 1
     first, second = nodes.start(0, SLOW), nodes.start(1, SLOW)
     first.wait_for_step(8)
     with disks.read_only(second.logs):
         first.wait_for_step(14)
-        os.kill(second.rank_pid(3), signal.SIGKILL)
-        poll(lambda: "rank 3 on" in first.console, what="the fault")
+        os.kill(second.rank_pid(1), signal.SIGKILL)
+        poll(lambda: "rank 1 on" in first.console, what="the fault")
         assert (first.wait(), second.wait()) == (0, 0), first.console + second.console
-    warned = "audit_rank_2.jsonl cannot be written (Read-only file system)"
+    warned = "audit_rank_1.jsonl cannot be written (Read-only file system)"
     assert warned in first.console
     assert warned in second.console
     assert [fault["kind"] for fault in first.summary()["faults"]] == ["rank_killed"]
-    assert (first.summary()["exact"], first.digest) == (True, one_machine(4))
+    assert (first.summary()["exact"], first.digest) == (True, one_machine(2))
 
 
 def test_a_machine_whose_folder_is_read_only_is_refused_at_once(nodes):

@@ -15,6 +15,7 @@ import time
 
 import pytest
 
+from ddp_runner.__main__ import main
 from ddp_runner.cli import checkpoints, kill
 from ddp_runner.features.report import run_report as report
 from ddp_runner.kernel.rules.errors import BadInputError
@@ -347,41 +348,33 @@ def test_different_code_that_is_allowed_is_not_exact(nodes):
     assert "same code" not in first.console
 
 
-@pytest.mark.parametrize(
-    ("words", "environment", "line"),
-    [
+def test_what_cannot_begin_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys):
+    """Before any process, port or folder."""
+    monkeypatch.chdir(tmp_path)
+    for words, token, line in (
         (
             ("--node-rank", "1", "--rdzv-conf", "join_timeout=0.5"),
-            {"DDP_RUNNER_TOKEN": ""},
+            "",
             "DDP_RUNNER_TOKEN: is needed with several machines",
         ),
-        ((), {"DDP_RUNNER_TOKEN": "short"}, "DDP_RUNNER_TOKEN: must have at least 16 characters"),
-        (("--token-file", "none"), {}, "--token-file=***: No such file or directory"),
-        (("--rdzv-endpoint", "no.such.host"), {}, "--rdzv-endpoint=no.such.host: is no name"),
-        (("--local-addr", "10.254.254.254"), {}, "--local-addr=10.254.254.254: is no address of"),
+        ((), "short", "DDP_RUNNER_TOKEN: must have at least 16 characters"),
+        (("--token-file", "none"), TOKEN, "--token-file=***: No such file or directory"),
+        (("--rdzv-endpoint", "no.such.host"), TOKEN, "--rdzv-endpoint=no.such.host: is no name"),
+        (("--local-addr", "10.254.254.254"), TOKEN, "--local-addr=10.254.254.254: is no address"),
         (
             ("--node-rank", "1", "--rdzv-conf", "is_host=1"),
-            {},
+            TOKEN,
             "--node-rank=1: must be 0 where is_host=1",
         ),
-        (("--dry-run",), {}, "--dry-run: is for one machine: give --nnodes 1 with it"),
-        (("-n", "0"), {}, "--nproc-per-node=0: must be"),
-    ],
-)
-def test_what_cannot_begin_is_one_line_and_leaves_nothing(tmp_path, words, environment, line):
-    """Before any process, port or folder."""
-    asked = subprocess.run(
-        [*TRAIN, "--cpu", "--nnodes", "2", "--rdzv-endpoint", "127.0.0.1:1", *words],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "DDP_RUNNER_TOKEN": TOKEN, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
-    assert asked.returncode == 2, asked.stderr
-    assert asked.stderr.startswith(f"ddp_runner: error: {line}"), asked.stderr
-    assert asked.stderr.count("\n") == 1
+        (("--dry-run",), TOKEN, "--dry-run: is for one machine: give --nnodes 1 with it"),
+        (("-n", "0"), TOKEN, "--nproc-per-node=0: must be"),
+    ):
+        monkeypatch.setenv("DDP_RUNNER_TOKEN", token)
+        there = ("--nnodes", "2", "--rdzv-endpoint", "127.0.0.1:1")
+        assert main(["train", "--cpu", *there, *words]) == 2
+        said = capsys.readouterr()
+        assert said.err.startswith(f"ddp_runner: error: {line}"), said.err
+        assert said.err.count("\n") == 1
     assert not list(tmp_path.iterdir())
 
 
