@@ -101,8 +101,11 @@ def _typed() -> str:
 
 
 COMMAND = _typed()  # the first words of each command line that a message proposes
-# Else a program of the user's has begun this process, or the one that started it.
-IS_COMMAND = _COMMAND_VARIABLE in os.environ
+
+
+def is_command() -> bool:
+    """Return whether our command has begun this process, or one that led to it; else a program of the user's has."""
+    return _COMMAND_VARIABLE in os.environ
 
 
 def _working_directory() -> str:

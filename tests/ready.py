@@ -292,6 +292,7 @@ def _launch(asked, outputs) -> None:
 
     preimport.start = lambda *asked: None  # torch is imported already
     sys.argv = ["ddp_runner", *asked["words"]]
+    os.environ["DDP_RUNNER_COMMAND"] = "python -m ddp_runner"  # as the command itself does
     code = 1
     try:
         code = main(asked["words"])

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from ddp_runner import start
 from ddp_runner.cli.runs import latest_logs
 from ddp_runner.config import check_relations, from_flat, resolve, to_yaml, ways_on
 from ddp_runner.config.run_names import is_name, name_of_task
@@ -189,7 +188,7 @@ def test_a_folder_of_the_users_called_latest_stays(tmp_path):
 
 def test_the_words_for_the_old_settings_are_those_to_type(monkeypatch):
     """Options where there are some; a batch for the ranks of now; what no words bring back is named."""
-    monkeypatch.setattr(start, "IS_COMMAND", True)
+    monkeypatch.setenv("DDP_RUNNER_COMMAND", "ddp-runner")
     old = {
         "run.task": "my task.py", "run.seed": 5, "data.path": "", "model.hidden_size": 64,
         "data.batch_size x ranks": 16, "task.deep": True, "data fingerprint": "a",
@@ -213,7 +212,7 @@ def test_the_words_for_the_old_settings_are_those_to_type(monkeypatch):
 def test_the_name_that_is_offered_is_free(tmp_path, monkeypatch):
     """No folder of logs or checkpoints has it; folders that were named exactly get a number alike."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(start, "IS_COMMAND", True)
+    monkeypatch.setenv("DDP_RUNNER_COMMAND", "ddp-runner")
     Path("logs/bytes-2").mkdir(parents=True)
     Path("checkpoints/bytes-3").mkdir(parents=True)
     assert own_folder(Settings()) == "--name bytes-4"
@@ -239,7 +238,7 @@ def test_a_tilde_is_the_home_folder(monkeypatch):
 def test_python_is_offered_settings_and_no_options(tmp_path, monkeypatch):
     """attach() and DDPTrainer take them as ``config``; a program of the user's has no option of ours."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(start, "IS_COMMAND", False)
+    monkeypatch.delenv("DDP_RUNNER_COMMAND", raising=False)
     old, new = {"run.seed": 1, "ranks": 2, "data.batch_size": 8}, {"run.seed": 2, "ranks": 1}
     line = ways_on(from_flat({"name": "loop"}), old=old, new=new, world_size=1)
     assert line == (

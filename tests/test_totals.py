@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from ddp_runner import start
 from ddp_runner.cli.parser import parse_train
 from ddp_runner.cli.planning import plan_launch
 from ddp_runner.config import (
@@ -102,7 +101,7 @@ def test_shares_part_a_total_that_is_no_multiple():
 def test_a_total_is_one_batch_on_any_number_of_ranks(tmp_path, monkeypatch):
     """So a resume with fewer ranks is the same run; one that counts for each rank is another."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(start, "IS_COMMAND", True)
+    monkeypatch.setenv("DDP_RUNNER_COMMAND", "ddp-runner")
     total, each = from_flat({"accumulation_total": 40}), from_flat({"accumulation": 10})
     assert [global_batch(total.data, world_size=n) for n in (1, 2, 4)] == [1280] * 3
     key = resume_key(total, world_size=4)

@@ -71,7 +71,7 @@ def own_folder(settings: Settings) -> str:
 
 def words_of(**values: object) -> str:
     """Return the words that give these settings: of our command, or in Python where no command has started this process."""
-    if not start.IS_COMMAND:
+    if not start.is_command():
         return f"config={json.dumps(values)}"
     texts = {key: _typed(value) for key, value in values.items()}
     options = ((_OPTION_OF.get(key), key, text) for key, text in texts.items())
@@ -124,7 +124,7 @@ def _batch_words(total: int, world_size: int, data: DataSettings | None) -> str:
 
 
 def _ranks(count: object) -> str:
-    return f"-n {count}" if start.IS_COMMAND else f"{count} ranks"
+    return f"-n {count}" if start.is_command() else f"{count} ranks"
 
 
 def _typed(value: object) -> str:

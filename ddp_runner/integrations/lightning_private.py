@@ -38,6 +38,7 @@ from ddp_runner.integrations.lightning_values import (
     Weights,
     as_plain,
     go_on_with_rows,
+    remove_begun,
 )
 
 # What else is looked up by name: the class -> its attributes, which the next version may lack.
@@ -573,14 +574,15 @@ class Steps:
         return [one for one in self._trainer.callbacks if isinstance(one, ModelCheckpoint)]
 
     def _agree_on_folders(self) -> None:
-        """Take the folders and the loggers' versions that rank 0 has chosen."""
+        """Take the folders and the loggers' versions that rank 0 has chosen, or the one that was lost in this step."""
         folders = [str(one.dirpath) if one.dirpath else None for one in self._checkpoints()]
         there = [str(file) for one in folders if one for file in Path(one).glob("*")]
         versions = [getattr(one, "version", None) for one in self._trainer.loggers]
-        found = [{"folders": folders, "versions": versions, "there": there}]
+        chosen = {"folders": folders, "versions": versions, "there": there}
+        found = [(self._where, chosen)] * self._run.world_size
         if self._run.world_size > 1:
-            dist.broadcast_object_list(found, 0)
-        self._where = found[0]
+            dist.all_gather_object(found, found[0])
+        self._where = next((agreed for agreed, _ in found if agreed), found[0][1])
         self._put_folders()
 
     def _put_folders(self) -> None:
@@ -588,11 +590,12 @@ class Steps:
             one.dirpath = folder
         for logger, version in zip(self._trainer.loggers, self._where["versions"], strict=True):
             if getattr(logger, "_version", version) != version:
-                before = Path(logger.log_dir) if isinstance(logger, CSVLogger) else None
+                if self._run.is_first:
+                    remove_begun(Path(logger.log_dir), logger._experiment)  # noqa: SLF001
                 logger._version = version  # noqa: SLF001
                 logger._experiment = None  # noqa: SLF001
-                if before is not None and self._run.is_first:
-                    go_on_with_rows(logger, before)
+                if self._run.is_first and isinstance(logger, CSVLogger):
+                    go_on_with_rows(logger)
 
     # The end.
 

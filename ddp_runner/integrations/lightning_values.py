@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import shutil
 import warnings
 from pathlib import Path
@@ -297,13 +298,18 @@ class Progress:
                 own.copy_(given[name])
 
 
-def go_on_with_rows(logger: Any, begun: Path) -> None:
-    """Have a CSVLogger go on with the file of the process before it, which it would delete.
-
-    ``begun``: its folder of this process, in which there is no more than what is in the other one.
-    """
-    if {one.name for one in begun.glob("*")} <= {"hparams.yaml"} and begun.exists():
+def remove_begun(begun: Path, experiment: Any) -> None:
+    """Remove the folder of a version that a logger of this process has only begun. ``experiment``: what has written there."""
+    if hasattr(experiment, "close"):
+        experiment.close()
+    own_events = f"events.out.tfevents.*.{os.getpid()}.*"  # of TensorBoard
+    files = list(begun.glob("*"))
+    if begun.is_dir() and all(one.match("hparams.yaml") or one.match(own_events) for one in files):
         shutil.rmtree(begun)
+
+
+def go_on_with_rows(logger: Any) -> None:
+    """Have a CSVLogger go on with the file of the process before it, which it would delete."""
     file = Path(logger.log_dir) / "metrics.csv"
     rows = file.read_bytes() if file.exists() else b""
     with warnings.catch_warnings():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 import signal
 from collections import deque
@@ -106,7 +107,7 @@ def test_ranks_are_lost_and_the_weights_are_those_of_torchrun(tmp_path, of_torch
     """In forward, backward, before the update, in a callback, amid saves and in validation."""
     plant(
         tmp_path,
-        r0_s1_forward=KILL,
+        r0_s0_forward=KILL,
         r1_s2_optimizer=RAISE,
         r1_s4_callback=KILL,
         r1_s5_validation=KILL,
@@ -120,6 +121,7 @@ def test_ranks_are_lost_and_the_weights_are_those_of_torchrun(tmp_path, of_torch
     assert not [*tmp_path.glob("harm_*")]
     assert_as_torchrun(tmp_path, of_torchrun(""))
     assert_exact(run, 8)
+    assert [one.name for one in tmp_path.glob("csv/*/*")] == ["version_0"]
 
 
 @pytest.mark.slow
@@ -258,6 +260,26 @@ def test_lightning_has_the_names_that_are_used(monkeypatch):
     assert private.lacking() == []
     monkeypatch.delattr(private._EpochInPlace.__mro__[1], "_broadcast_sigterm_tensor")
     assert private.lacking() == ["_TrainingEpochLoop._broadcast_sigterm_tensor"]
+
+
+@pytest.mark.parametrize(
+    ("names", "stays"),
+    [
+        ([], False),
+        (["hparams.yaml", f"events.out.tfevents.1.host.{os.getpid()}.0"], False),
+        (["hparams.yaml", "metrics.csv"], True),
+        ([f"events.out.tfevents.1.host.1{os.getpid()}.0"], True),
+    ],
+    ids=["empty", "of this process", "with rows", "of another process"],
+)
+def test_a_version_that_was_only_begun_is_removed(tmp_path, names, stays):
+    """A replaced rank 0 goes on in that of the one before."""
+    begun = tmp_path / "version_1"
+    begun.mkdir()
+    for name in names:
+        (begun / name).touch()
+    values.remove_begun(begun, None)
+    assert begun.exists() is stays
 
 
 class _Counting(LightningModule):
