@@ -79,16 +79,21 @@ class Starter:
 
     @classmethod
     def of(
-        cls, arguments: TrainArguments, environment: Mapping[str, str], *, is_task: bool
+        cls,
+        arguments: TrainArguments,
+        environment: Mapping[str, str],
+        *,
+        asked: Resolved,
+        is_task: bool,
     ) -> Starter:
-        """Find out. Raises BadInputError for options of machines that are wrong."""
+        """Find out; ``asked``: what was given. Raises BadInputError for options of machines that are wrong."""
         launcher = plain_rank(environment)
         several = None
         if launcher is None:  # who is one rank has its machines from its launcher
             several = several_machines().asked(
                 dict(arguments.nodes),
                 environment,
-                settings=_said_of_machines(arguments, environment),
+                settings=machines_said(asked.facts),
                 own_host="" if is_task else gethostname(),
             )
         return cls(is_task=is_task, launcher=launcher, several=several)
@@ -209,17 +214,18 @@ def plan_launch(
     ``has_modes``: this runs a task, which may also be one rank over several devices.
     """
     environment = dict(os.environ)
-    starter = Starter.of(arguments, environment, is_task=has_modes)
-    if starter.several is not None:
-        arguments = replace(arguments, assignments=with_nproc(arguments.assignments, environment))
     # Devices choose the preset, and no preset chooses devices: so those come first.
     asked = asked_settings(arguments, environment)
-    places = Places.choose(asked, starter, environment)
+    starter = Starter.of(arguments, environment, asked=asked, is_task=has_modes)
+    if starter.several is not None:
+        arguments = replace(arguments, assignments=with_nproc(arguments.assignments, environment))
+        asked = asked_settings(arguments, environment)
+    places = Places.choose(asked.settings, starter, environment)
     resolved = resolve(
         files=(*home_files(environment), *arguments.files),
         environment=environment,
         command_line=arguments.assignments,
-        preset=preset_name(places.own, is_test=asked.run.test, is_task=has_modes),
+        preset=preset_name(places.own, is_test=asked.settings.run.test, is_task=has_modes),
     )
     settled = Settled.by(resolved, starter, places, environment)
     _refuse_untrue(resolved, starter, places, arguments, environment)
@@ -308,15 +314,6 @@ def _notes(
     )
 
 
-def _said_of_machines(
-    arguments: TrainArguments, environment: Mapping[str, str]
-) -> dict[str, tuple[str, str]]:
-    """Return the settings about machines from files, variables and words."""
-    files = (*home_files(environment), *arguments.files)
-    found = resolve(files=files, environment=environment, command_line=arguments.assignments)
-    return machines_said(found.facts)
-
-
 def _held_against_run(
     facts: tuple[Assignment, ...], arguments: TrainArguments, environment: Mapping[str, str]
 ) -> tuple[Assignment, ...]:
@@ -378,12 +375,10 @@ def _refuse_lacking(settings: Settings) -> None:
         raise BadInputError("ddp.backend", "nccl2", expected)
 
 
-def asked_settings(arguments: TrainArguments, environment: Mapping[str, str]) -> Settings:
-    """The settings without what devices make of them. Raises BadInputError."""
+def asked_settings(arguments: TrainArguments, environment: Mapping[str, str]) -> Resolved:
+    """Return the settings without what devices make of them. Raises BadInputError."""
     files = (*home_files(environment), *arguments.files)
-    return resolve(
-        files=files, environment=environment, command_line=arguments.assignments
-    ).settings
+    return resolve(files=files, environment=environment, command_line=arguments.assignments)
 
 
 def _kept_variables(

@@ -248,7 +248,7 @@ def _settings(words: Sequence[str]) -> Settings:
     if parsed.finding.option:
         expected = "is for the command line: launch() trains"
         raise BadInputError(parsed.finding.option, "", expected)
-    settings = asked_settings(parsed, dict(os.environ))
+    settings = asked_settings(parsed, dict(os.environ)).settings
     with contextlib.suppress(BadInputError):  # of the machine: the run says so itself
         return plan_launch(parsed, words=words, has_modes=False).settings
     return settings

@@ -75,7 +75,7 @@ def place(on_each: OnEach, arguments: TrainArguments) -> int:
     """
     asked = engine_options(dict(arguments.nodes), os.environ)
     arguments = replace(arguments, assignments=with_nproc(arguments.assignments, os.environ))
-    settings = asked_settings(arguments, os.environ)
+    settings = asked_settings(arguments, os.environ).settings
     if settings.run.gpus:
         raise BadInputError("--gpus", "", "Ray decides which GPUs: give their number by -n")
     terminal = Terminal(out=sys.stdout, err=sys.stderr)

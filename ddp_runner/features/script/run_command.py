@@ -179,7 +179,7 @@ def settings_of(words: Sequence[str]) -> Settings:
     from ddp_runner.cli.planning import asked_settings  # noqa: PLC0415 - as above
 
     found = _sort(words)
-    return asked_settings(parse_train(_settings(found, _script(found))), dict(os.environ))
+    return asked_settings(parse_train(_settings(found, _script(found))), dict(os.environ)).settings
 
 
 def _supervise(
