@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from collections import Counter
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -128,10 +129,12 @@ def test_each_file_says_first_what_it_is_for():
 
 def test_the_name_of_a_test_has_at_most_twelve_words():
     """It is read in lists of hundreds; what it leaves out stands in its docstring."""
-    names = (
-        node.name
+    names = [
+        name
         for path in sorted((ROOT / "tests").rglob("test_*.py"))
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
-    )
+        for name in re.findall(
+            r"^ *def (test_\w+)\(", path.read_text(encoding="utf-8"), re.MULTILINE
+        )
+    ]
+    assert len(names) > 3000
     assert [name for name in names if len(name.removeprefix("test_").split("_")) > WORDS_MAX] == []
