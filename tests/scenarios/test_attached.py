@@ -273,14 +273,15 @@ def test_data_that_a_replaced_rank_makes_otherwise_is_inexact(tmp_path, is_befor
 
 
 HIDDEN = """
+import os
 import torch
 import ddp_runner
 class Hasty(torch.optim.SGD):
-    calls = 0  # in no state_dict()
     def step(self, closure=None):
-        self.calls += 1
+        calls = 1 + int(os.environ.get("HASTY_CALLS", 0))  # in no state_dict(), nor where a look finds it
+        os.environ["HASTY_CALLS"] = str(calls)
         for group in self.param_groups:
-            group["lr"] = 0.1 if self.calls < 3 else 0.01
+            group["lr"] = 0.1 if calls < 3 else 0.01
         super().step()
 run = ddp_runner.attach()
 x = torch.randn(256, 8)

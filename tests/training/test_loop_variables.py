@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ddp_runner.training.own_loop.attached_run import _is_kept
-from ddp_runner.training.own_loop.loop_variables import HeldValues, LoopVariables
+from ddp_runner.training.own_loop.loop_variables import HeldValues, LoopVariables, own_attributes
 
 STEPS = 5
 BEGIN = """\
@@ -57,13 +57,19 @@ class Loop:
         pass
 
 
-def names_found(folder, source):
-    """The names that are said of a program, without the marks around them."""
+def run_of(folder, source):
+    """The run of a program, once it has ended."""
     path = folder / "program.py"
     path.write_text(BEGIN + textwrap.dedent(source), encoding="utf-8")
     run = Loop()
     exec(compile(path.read_text(), str(path), "exec"), {"run": run, "__name__": "program"})
-    return [one.partition("`")[2].partition("`")[0] for one in run.found]
+    return run
+
+
+def names_found(folder, source):
+    """The names that are said of a program, without the marks around them."""
+    found = run_of(folder, source).found
+    return [one.partition("`")[2].partition("`")[0] for one in found]
 
 
 HEAD = "for batch in run.steps(loader):\n    with run.step():\n        "
@@ -273,6 +279,32 @@ HARMLESS = {
 }
 
 
+OPTIMIZER = (
+    "opt, model = torch.optim.SGD([w], lr=0.1), nn.Linear(2, 2)\nrun.keep(opt=opt, model=model)\n"
+)
+for way, written in {
+    "in a loop over its groups": "for group in opt.param_groups: group['lr'] = 0.9**n",
+    "in a numbered loop": "for i, group in enumerate(opt.param_groups): group['lr'] = 0.9**n + i",
+    "by its place": "opt.param_groups[0]['lr'] = 0.9**n",
+    "under another name": "groups = opt.param_groups; groups[0]['lr'] = 0.9**n",
+    "by the result of a function": "k = power(n); opt.param_groups[0].update(lr=k)",
+    "as an attribute": "opt.power = 0.9**n",
+    "or a gradient": "for part in model.parameters(): part.grad = torch.ones_like(part) * n",
+    "or a parameter in its place": "with torch.no_grad():\n            for part in model.parameters(): part -= n",
+}.items():
+    CARRIED[f"a counter that sets a rate {way}"] = (
+        "n",
+        f"""{OPTIMIZER}n = 0\ndef power(of): return 0.9**of\n{HEAD}net(batch).sum().backward()
+        n += 1
+        {written}
+        opt.step()""",
+    )
+HARMLESS["a counter beside a rate that is shown"] = (
+    f"{OPTIMIZER}n = 0\n{HEAD}net(batch).sum().backward()\n        opt.step()\n        n += 1\n"
+    "        row = {'lr': opt.param_groups[0]['lr']}\n        row['n'] = n\n        print(row)"
+)
+
+
 @pytest.mark.parametrize("kind", CARRIED)
 def test_a_variable_that_carries_over_steps_is_named(tmp_path, kind, capsys):
     """By its own name only, whatever it is and wherever it is changed."""
@@ -286,6 +318,78 @@ def test_a_variable_that_carries_over_steps_is_named(tmp_path, kind, capsys):
 def test_what_trains_nothing_by_itself_is_not_named(tmp_path, kind, capsys):
     """Control: batches, losses, timers, and what is only shown."""
     assert names_found(tmp_path, HARMLESS[kind]) == []
+
+
+OTHER_FILE = """\
+calls, history, table = 0, [], {'seen': 0.0}
+def scale():
+    global calls
+    calls += 1
+    return 0.9**calls
+def inner(x):
+    table['seen'] += 1
+    return x * table['seen']
+def weigh(x):
+    return inner(x) + 1
+def logged(loss):
+    history.append(loss.item())
+    return loss
+def constant():
+    return len('two') * 0.5
+"""
+
+
+@pytest.mark.parametrize(
+    ("used", "named"),
+    [
+        ("(net(batch) * other_file.scale()).sum().backward()", "other_file.calls"),
+        ("net(other_file.weigh(batch)).sum().backward()", "other_file.table"),
+        (
+            "opt.param_groups[0]['lr'] = other_file.scale(); net(batch).sum().backward()",
+            "other_file.calls",
+        ),
+        ("for group in opt.param_groups: group['lr'] = scale()", "other_file.calls"),
+        ("other_file.logged(net(batch).sum()).backward()", ""),
+        ("(net(batch) * other_file.constant()).sum().backward()", ""),
+        ("net(batch).sum().backward(); print(other_file.scale())", ""),
+    ],
+)
+def test_state_of_another_file_is_named_where_it_trains(tmp_path, monkeypatch, used, named):
+    """By its module, and with the place in that file; not what it only notes."""
+    (tmp_path / "other_file.py").write_text(OTHER_FILE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "other_file", raising=False)
+    source = f"import other_file\nfrom other_file import scale\n{OPTIMIZER}{HEAD}{used}"
+    run = run_of(tmp_path, source)
+    assert [one.partition("`")[2].partition("`")[0] for one in run.found] == [named] * bool(named)
+    assert all("(other_file.py:" in one for one in run.found)
+
+
+class CountingSGD(torch.optim.SGD):
+    def __init__(self, *args, **named):
+        super().__init__(*args, **named)
+        self.count, self.noise = 0, {"scale": 1.0}
+
+
+class DescribedSGD(CountingSGD):
+    def state_dict(self):
+        return {**super().state_dict(), "count": self.count}
+
+
+@pytest.mark.parametrize("make", [CountingSGD, DescribedSGD, torch.optim.SGD, torch.optim.LBFGS])
+def test_what_an_optimizer_holds_besides_is_looked_at(make):
+    """Not what torch, a scheduler and a scaler set; nor where the class describes its state itself."""
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = make([weight], lr=0.1)
+    before = dict(own_attributes({"opt": optimizer}))
+    assert sorted(before) == (["opt.count", "opt.noise"] if make is CountingSGD else [])
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    weight.grad = torch.ones(2)
+    optimizer.step(weight.sum)
+    scheduler.step()
+    assert own_attributes({"opt": optimizer}).keys() == before.keys()
+    optimizer.mine = 1
+    assert ("opt.mine" in own_attributes({"opt": optimizer})) is (make is not DescribedSGD)
 
 
 @pytest.mark.parametrize("kind", ["a counter", "a deque of features", "a generator of numpy's"])

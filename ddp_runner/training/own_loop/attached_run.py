@@ -40,7 +40,11 @@ from ddp_runner.training.own_loop.batches import (
 from ddp_runner.training.own_loop.client import LoopClient, LoopSetup
 from ddp_runner.training.own_loop.declared import KEEP_LOCAL, OwnLoop, Recurring, RepeatStep
 from ddp_runner.training.own_loop.kept import KeptState
-from ddp_runner.training.own_loop.loop_variables import HeldValues, LoopVariables
+from ddp_runner.training.own_loop.loop_variables import (
+    HeldValues,
+    LoopVariables,
+    own_attributes,
+)
 from ddp_runner.training.own_loop.misuse import (
     is_guarded,
     misuse,
@@ -62,6 +66,7 @@ _CURE = (
     "use run.step_number, or put it into an object that run.keep() is given, or run.keep_local() if it"
     " differs by rank"
 )
+_CURE_OF_OPTIMIZERS = "put it into param_groups, or into state_dict() and load_state_dict()"
 
 
 class AttachedRun:
@@ -274,6 +279,11 @@ class AttachedRun:
         )
         kept = self._kept_ids()
         self._variables = LoopVariables(is_kept=lambda value: _is_kept(value, kept))
+        held = HeldValues(
+            lambda: own_attributes(self._loop.kept.optimizers),
+            is_apart=lambda value: _is_kept(value, kept),
+        )
+        self._watched.append((held, _CURE_OF_OPTIMIZERS))
         self._client = LoopClient(parts, run_id, self._loop)
         self._held.callback(register_optimizer_step_pre_hook(self._before_update).remove)
         # Where the program ends in the midst of it: before multiprocessing waits for a loader's workers.
@@ -534,7 +544,8 @@ class AttachedRun:
         kept = self._loop.kept
         modules = [one for module in kept.modules.values() for one in module.modules()]
         tensors = [one for module in modules for one in (*module.parameters(), *module.buffers())]
-        groups = [one for optimizer in kept.optimizers.values() for one in optimizer.param_groups]
+        lists = [optimizer.param_groups for optimizer in kept.optimizers.values()]
+        groups: list[Any] = [*lists, *(group for one in lists for group in one)]
         assert self._state is not None, "there are steps"
         own = [
             self,

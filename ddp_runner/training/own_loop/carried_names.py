@@ -18,6 +18,8 @@ flush info log log_metrics log_scalar log_scalars note plot print refresh save s
 set_description_str set_postfix set_postfix_str sleep train warning write writerow"""
 _MUTATORS, _NEUTRAL = frozenset(_PUT.split()), frozenset(_SHOW.split())
 _CONSUMES = frozenset({"next", "pop", "popleft", "popitem"})  # also where the result is only shown
+_ITERATES = frozenset({"enumerate", "iter", "list", "next", "reversed", "tuple", "zip"})
+_VIEWS = frozenset({"items", "modules", "named_parameters", "parameters", "values"})
 _INLINED_MAX = 200  # calls that are followed into their function
 
 
@@ -25,13 +27,16 @@ _INLINED_MAX = 200  # calls that are followed into their function
 class Resolved:
     """The facts about a name's current value that the reading of the source needs.
 
-    ``is_fixed``: it is no variable, such as a module, a class or a kept object. ``function``: the program's own, with
-    the name of its definition's file; ``is_foreign``: a function of another file of the program.
+    ``is_fixed``: it is no variable, such as a module, a class or a kept object. ``function``: the program's own;
+    ``is_foreign``: a function of another file of the program, whose module is ``module``. ``is_kept``: a kept object,
+    or something that one holds, so what is written into it trains.
     """
 
     is_fixed: bool = False
+    is_kept: bool = False
     function: ast.FunctionDef | ast.AsyncFunctionDef | None = None
     is_foreign: bool = False
+    module: str = ""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,11 +44,12 @@ class Carried:
     """A name, as ``counter`` or ``self.counter``, and the line where the loop writes or else reads it.
 
     ``is_whole``: it is used as a whole, not only by its attributes. ``counts``: it comes from enumerate() or
-    zip() around the steps, and so begins again in a new process.
+    zip() around the steps, and so begins again in a new process. ``file``: that of the line, if it is not the loop's.
     """
 
     name: str
     line: int
+    file: str = ""
     is_whole: bool = True
     counts: bool = False
 
@@ -87,11 +93,14 @@ class _Scope:
         "",
         "",
     )  # the first parameter of a method, and what it is called here
+    module: str = ""  # in which the other names are, if it is not the loop's
 
     def text(self, name: str) -> str:
         if name == self.receiver[0] and self.receiver[1]:
             return self.receiver[1]
-        return f"{self.prefix}::{name}" if name in self.own else name
+        if name in self.own:
+            return f"{self.prefix}::{name}"
+        return f"{self.module}.{name}" if self.module else name
 
 
 _OWN = _Scope()
@@ -103,9 +112,11 @@ class _Reading:
     exposed: dict[str, Carried] = field(default_factory=dict)
     edges: dict[str, set[str]] = field(default_factory=dict)
     sinks: set[str] = field(default_factory=set)
-    writes: dict[str, int] = field(default_factory=dict)
+    writes: dict[str, tuple[int, str]] = field(default_factory=dict)  # line and file
+    file: str = ""  # of the function that is being read, if it is not the loop's
     inlined: list[str] = field(default_factory=list)  # functions that are being read
     inlined_count: int = 0
+    of_kept: set[str] = field(default_factory=set)  # what a kept object holds, under another name
 
     def carried(self) -> dict[str, Carried]:
         reached, pending = set(self.sinks), list(self.sinks)
@@ -121,7 +132,7 @@ class _Reading:
         found = {}
         for name, one in self.exposed.items():
             if name in reached and "::" not in name:
-                one.line = self.writes.get(name, one.line)
+                one.line, one.file = self.writes.get(name, (one.line, one.file))
                 found[name] = one
         return found
 
@@ -187,7 +198,8 @@ class _Reading:
             return set()
         if not heads & written:
             line = getattr(node, "lineno", 0)
-            known = self.exposed.setdefault(name, Carried(name=name, line=line, is_whole=False))
+            one = Carried(name=name, line=line, file=self.file, is_whole=False)
+            known = self.exposed.setdefault(name, one)
             known.is_whole = known.is_whole or is_whole
         return {name}
 
@@ -208,10 +220,10 @@ class _Reading:
         found = self._all(values, written, scope)
         name = _dotted(node.func, scope)
         resolved = self.find(name) if name else Resolved()
-        if name and resolved.function is not None and self.inlined_count < _INLINED_MAX:
-            return found | self._inline(name, resolved.function, node, written, scope)
         if resolved.is_foreign and _called(node) not in _NEUTRAL | _MUTATORS:
             self.sinks |= found
+        if name and resolved.function is not None and self.inlined_count < _INLINED_MAX:
+            return found | self._inline(name, resolved, node, written, scope)
         if isinstance(node.func, ast.Attribute):
             owner = _dotted(node.func.value, scope)
             of = self.reads(node.func.value, written, scope)
@@ -223,13 +235,16 @@ class _Reading:
     def _inline(
         self,
         name: str,
-        function: ast.FunctionDef | ast.AsyncFunctionDef,
+        resolved: Resolved,
         node: ast.Call,
         written: set[str],
         scope: _Scope,
     ) -> set[str]:
         """Read the body of a function of the program as if it were here; what its result comes from."""
-        result = f"{function.name}:{function.lineno}::return"
+        function, module = resolved.function, resolved.module
+        assert function is not None, "there is one to read"
+        prefix = f"{module}:{function.name}:{function.lineno}"
+        result = f"{prefix}::return"
         if result in self.inlined:
             return {result}
         shared = {
@@ -248,8 +263,8 @@ class _Reading:
         owner = name.rpartition(".")[0]
         is_method = bool(owner) and bool(parameters) and not self.find(owner).is_fixed
         receiver = (parameters[0], owner) if is_method else ("", "")
-        prefix = f"{function.name}:{function.lineno}"
-        inner = _Scope(prefix=prefix, own=frozenset((every | stored) - shared), receiver=receiver)
+        own = frozenset((every | stored) - shared)
+        inner = _Scope(prefix=prefix, own=own, receiver=receiver, module=module)
         given = [*node.args]
         for parameter, value in zip(parameters[is_method:], given, strict=False):
             self._flow(self.reads(value, written, scope), inner.text(parameter))
@@ -260,9 +275,11 @@ class _Reading:
             )
         self.inlined.append(result)
         self.inlined_count += 1
+        around, self.file = self.file, f"{module.rpartition('.')[2]}.py" if module else ""
         self.body(
             function.body, written | {f"{prefix}::{one}" for one in every}, inner, frozenset()
         )
+        self.file = around
         self.inlined.pop()
         return {result}
 
@@ -283,9 +300,12 @@ class _Reading:
             found = self.reads(node.value, written, scope) | under
             for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
                 self._assign(target, found, written, scope)
+                self._name_kept(target, node.value, scope)
         elif isinstance(node, ast.AugAssign):
             found = self.reads(node.target, written, scope)
             found |= self.reads(node.value, written, scope) | under
+            if isinstance(node.target, ast.Name) and self._is_of_kept(node.target, scope):
+                self.sinks |= found  # a tensor is changed in its place
             self._assign(node.target, found, written, scope)
         elif isinstance(node, ast.Expr):
             self._expression(node, written, scope, under)
@@ -301,6 +321,7 @@ class _Reading:
             found = self.reads(node.iter, written, scope)
             inside = set(written)
             self._assign(node.target, found | under, inside, scope)
+            self._name_kept(node.target, node.iter, scope)
             self.body(node.body, inside, scope, under | found)
             self.body(node.orelse, set(written), scope, under)
         elif isinstance(node, ast.While):
@@ -349,7 +370,7 @@ class _Reading:
         )
         dotted = _dotted(call.func, scope)
         if dotted and self.find(dotted).function is not None:
-            # Of its own body each statement has been read, and its arguments go where that says.
+            # Of its own body each statement has been read, and its arguments go where that says, or are sinks.
             if under and self._has_effect(self.find(dotted).function):
                 self.sinks |= under
             return
@@ -382,20 +403,48 @@ class _Reading:
             owner = _dotted(target.value, scope)
             index = self.reads(target.slice, written, scope)
             self.reads(target.value, written, scope)
+            if self._is_of_kept(target.value, scope):
+                self.sinks |= found | index
             if owner:
                 self._mutate(owner, target, set(found) | index)
         else:
+            if isinstance(target, ast.Attribute) and self._is_of_kept(target.value, scope):
+                self.sinks |= found
             name = _dotted(target, scope)
             if name is not None:
                 self._write(name, target, set(found), written)
 
+    def _name_kept(self, target: ast.AST, value: ast.AST | None, scope: _Scope) -> None:
+        """Note that ``target`` is another name for something that a kept object holds, as ``group`` of its groups."""
+        if value is not None and self._is_of_kept(value, scope):
+            self.of_kept |= {scope.text(one) for one in _names_in(target)}
+
+    def _is_of_kept(self, node: ast.AST, scope: _Scope) -> bool:
+        """Return True for a kept object, and for what is reached from one by attributes, places and iteration."""
+        while not isinstance(node, ast.Name):
+            dotted = _dotted(node, scope)
+            if dotted and self.find(dotted).is_kept:
+                return True
+            if isinstance(node, (ast.Attribute, ast.Subscript)):
+                node = node.value
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                if node.func.attr not in _VIEWS:
+                    return False
+                node = node.func.value
+            elif isinstance(node, ast.Call) and _called(node) in _ITERATES:
+                return any(self._is_of_kept(one, scope) for one in node.args)
+            else:
+                return False
+        name = scope.text(node.id)
+        return name in self.of_kept or self.find(name).is_kept
+
     def _write(self, name: str, node: ast.AST, found: set[str], written: set[str]) -> None:
-        self.writes[name] = getattr(node, "lineno", 0)
+        self.writes[name] = (getattr(node, "lineno", 0), self.file)
         written.add(name)
         self._flow(found, name)
 
     def _mutate(self, name: str, node: ast.AST, found: set[str]) -> None:
-        self.writes.setdefault(name, getattr(node, "lineno", 0))
+        self.writes.setdefault(name, (getattr(node, "lineno", 0), self.file))
         self._flow(found, name)
 
     def _flow(self, found: Iterable[str], *targets: str) -> None:

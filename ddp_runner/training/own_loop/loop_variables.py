@@ -10,6 +10,7 @@ import ast
 import inspect
 import linecache
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType, MethodType, ModuleType, SimpleNamespace
@@ -17,6 +18,7 @@ from typing import Any
 
 import numpy as np
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from ddp_runner.training.exactness.traces import Trace
@@ -29,8 +31,29 @@ _LOOKS_IN_A_ROW = 4  # then at every power of two: what changes now and then sho
 _BYTES_MAX = 1 << 20  # of arrays that are compared whole
 _ENTRIES_MAX = 10_000
 _OBJECTS_MAX = 1_000  # in the values of one name
+# What torch sets on an optimizer: also its schedulers and its GradScaler, for a moment or for good.
+_OF_OPTIMIZERS = frozenset(
+    [
+        "defaults",
+        "state",
+        "param_groups",
+        "step",
+        "found_inf",
+        "grad_scale",
+        "_opt_called",
+        "_params",
+        "_numel_cache",
+        "_step_supports_amp_scaling",
+        "_warned_capturable_if_run_uncaptured",
+        "_zero_grad_profile_name",
+        "_need_device_dtype_check_for_fused",
+    ]
+)
 _NOTHING = object()
 _Look = Callable[[Any], bool]  # whether a value is the one that was looked at, unchanged
+
+
+_Functions = dict[tuple[str, int], ast.FunctionDef | ast.AsyncFunctionDef]  # by name and first line
 
 
 class LoopVariables:
@@ -43,6 +66,7 @@ class LoopVariables:
         self._cells: dict[str, Any] = {}  # what functions of the program have in their closures
         self._looks: dict[str, _Look] = {}
         self._file = ""
+        self._functions: dict[str, _Functions] = {}  # of each file of the program that was read
 
     def is_due(self, *, or_if: bool = False) -> bool:
         """Return True if :meth:`look` must be called now; to be asked once between two steps.
@@ -73,7 +97,7 @@ class LoopVariables:
                 del self._candidates[name], self._looks[name]
         names_found = {one.name for one in found}
         return [
-            f"`{one.name}` ({self._file}:{one.line})"
+            f"`{one.name}` ({one.file or self._file}:{one.line})"
             for one in found
             if one.name.rpartition(".")[0] not in names_found
         ]
@@ -88,31 +112,43 @@ class LoopVariables:
         loop = loop_at(tree, frame.f_lineno)
         if loop is None:
             return {}
-        functions = {
-            (one.name, min([one.lineno, *(d.lineno for d in one.decorator_list)])): one
-            for one in ast.walk(tree)
-            if isinstance(one, (ast.FunctionDef, ast.AsyncFunctionDef))
-        }
+        self._functions[path] = _functions_in(tree)
 
         def find(name: str) -> Resolved:
             parts = name.split(".")
             owners = (".".join(parts[:count]) for count in range(1, len(parts)))
             if any(self._is_kept(names.value(one)) for one in owners):
-                return Resolved(is_fixed=True)
+                return Resolved(is_fixed=True, is_kept=True)
             value = names.value(name)
             if value is _NOTHING:
                 return Resolved()
+            if self._is_kept(value):
+                return Resolved(is_fixed=True, is_kept=True)
             function = value.__func__ if isinstance(value, MethodType) else value
             if isinstance(function, FunctionType):
-                code: CodeType = function.__code__
-                if code.co_filename != path:
-                    return Resolved(is_fixed=True, is_foreign=is_users(code.co_filename))
+                file = function.__code__.co_filename
+                if file != path:
+                    is_foreign = is_users(file)
+                    module = function.__module__ if is_foreign else ""
+                    found = self._source_of(function) if is_foreign else None
+                    return Resolved(
+                        is_fixed=True, function=found, is_foreign=is_foreign, module=module
+                    )
                 self._note_closure(function)
-                found = functions.get((code.co_name, code.co_firstlineno))
-                return Resolved(is_fixed=True, function=found)
+                return Resolved(is_fixed=True, function=self._source_of(function))
             return Resolved(is_fixed=self._is_fixed(value))
 
         return carried_names(loop, find=find)
+
+    def _source_of(self, function: FunctionType) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+        code: CodeType = function.__code__
+        if code.co_filename not in self._functions:
+            lines = linecache.getlines(code.co_filename, function.__globals__)
+            try:
+                self._functions[code.co_filename] = _functions_in(ast.parse("".join(lines)))
+            except (SyntaxError, ValueError):
+                self._functions[code.co_filename] = {}
+        return self._functions[code.co_filename].get((code.co_name, code.co_firstlineno))
 
     def _note_closure(self, function: FunctionType) -> None:
         for name, cell in zip(
@@ -142,6 +178,23 @@ class LoopVariables:
         """Return True if ``value`` is no variable."""
         kinds = (ModuleType, type, FunctionType, MethodType, DataLoader, Dataset)
         return isinstance(value, kinds) or inspect.isbuiltin(value) or self._is_kept(value)
+
+
+def own_attributes(optimizers: Mapping[str, Optimizer]) -> dict[str, Any]:
+    """Return what optimizers hold beside torch's own attributes, by ``name.attribute``: no checkpoint has that.
+
+    Without optimizers that describe their state themselves, by ``state_dict()``.
+    """
+    found: dict[str, Any] = {}
+    for name, one in optimizers.items():
+        if type(one).state_dict is Optimizer.state_dict:
+            hidden = ("_optimizer_", "_" if type(one).__module__.startswith("torch.") else "__")
+            found |= {
+                f"{name}.{key}": value
+                for key, value in attributes_of(one).items()
+                if key not in _OF_OPTIMIZERS and not key.startswith(hidden)
+            }
+    return found
 
 
 class HeldValues:
@@ -236,7 +289,16 @@ class _Names:
                 return self._cells[name].cell_contents
             except ValueError:  # nothing was assigned to it yet
                 return _NOTHING
-        return _NOTHING
+        module = sys.modules.get(name)  # of a function of another file of the program
+        return _NOTHING if module is None else module
+
+
+def _functions_in(tree: ast.AST) -> _Functions:
+    return {
+        (one.name, min([one.lineno, *(d.lineno for d in one.decorator_list)])): one
+        for one in ast.walk(tree)
+        if isinstance(one, (ast.FunctionDef, ast.AsyncFunctionDef))
+    }
 
 
 def _attribute(value: Any, name: str) -> Any:
