@@ -296,17 +296,8 @@ class _Reading:
     def _statement(  # noqa: C901, PLR0912 - a row for each kind
         self, node: ast.stmt, written: set[str], scope: _Scope, under: frozenset[str]
     ) -> set[str]:
-        if isinstance(node, (ast.Assign, ast.AnnAssign)):
-            found = self.reads(node.value, written, scope) | under
-            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-                self._assign(target, found, written, scope)
-                self._name_kept(target, node.value, scope)
-        elif isinstance(node, ast.AugAssign):
-            found = self.reads(node.target, written, scope)
-            found |= self.reads(node.value, written, scope) | under
-            if isinstance(node.target, ast.Name) and self._is_of_kept(node.target, scope):
-                self.sinks |= found  # a tensor is changed in its place
-            self._assign(node.target, found, written, scope)
+        if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
+            self._assignment(node, written, scope, under)
         elif isinstance(node, ast.Expr):
             self._expression(node, written, scope, under)
         elif isinstance(node, ast.If):
@@ -355,6 +346,24 @@ class _Reading:
         else:
             self.sinks |= self._all(ast.iter_child_nodes(node), written, scope) | under
         return written
+
+    def _assignment(
+        self,
+        node: ast.Assign | ast.AnnAssign | ast.AugAssign,
+        written: set[str],
+        scope: _Scope,
+        under: frozenset[str],
+    ) -> None:
+        found = self.reads(node.value, written, scope) | under
+        if isinstance(node, ast.AugAssign):
+            found |= self.reads(node.target, written, scope)
+            if isinstance(node.target, ast.Name) and self._is_of_kept(node.target, scope):
+                self.sinks |= found  # a tensor is changed in its place
+            self._assign(node.target, found, written, scope)
+            return
+        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+            self._assign(target, found, written, scope)
+            self._name_kept(target, node.value, scope)
 
     def _expression(
         self, node: ast.Expr, written: set[str], scope: _Scope, under: frozenset[str]
