@@ -260,3 +260,11 @@ def test_checkpoints_of_before_there_were_names_are_pointed_out(tmp_path, monkey
     assert check_relations(old.settings) == ()
     Path("checkpoints/bytes").mkdir()
     assert check_relations(Settings()) == ()
+
+
+@pytest.mark.parametrize("key", ["log_dir", "checkpoint_dir", "rescue_dir"])
+def test_the_home_folder_of_nobody_is_refused(key):
+    """In one line with its option; it is no folder of that name here."""
+    option = f"--{key.replace('_', '-')}"
+    with pytest.raises(BadInputError, match=f"^{option}=~nosuchuser/x: no user of this machine"):
+        from_flat({key: "~nosuchuser/x"})

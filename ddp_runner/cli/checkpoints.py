@@ -22,6 +22,7 @@ from ddp_runner.core.settings.declaration import Option
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.exits import ExitCode
 from ddp_runner.kernel.system.disk import Disk, RealDisk
+from ddp_runner.kernel.system.run_files import at_home
 from ddp_runner.observe.format import byte_size
 from ddp_runner.start import COMMAND
 from ddp_runner.system.environment import probe_environment
@@ -78,7 +79,7 @@ def _export(catalog: Catalog, which: str, arguments: Arguments) -> int:
     return export(
         catalog,
         entry,
-        to=Path(to).expanduser(),
+        to=at_home(to),
         values=arguments.values,
         average=_EMA in arguments.switches,
     )

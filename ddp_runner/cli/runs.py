@@ -10,7 +10,7 @@ import yaml
 from ddp_runner.config.run_names import is_name
 from ddp_runner.core.settings.whole_run import CHECKPOINTS, LATEST, LOGS
 from ddp_runner.kernel.rules.errors import BadInputError
-from ddp_runner.kernel.system.run_files import read_small
+from ddp_runner.kernel.system.run_files import at_home, read_small
 from ddp_runner.system.followed_run import NAME, followed_run
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def log_dir_of(arguments: Arguments) -> Path:
     """The log folder that ``-l`` or ``--name`` asks for, else the newest run's. Raises BadInputError."""
     asked = arguments.values.get("--log-dir")
     if asked is not None:
-        folder = Path(asked).expanduser()
+        folder = at_home(asked)
         if not folder.is_dir():
             raise BadInputError("--log-dir", asked, _no_folder(folder))
         return folder if _holds_a_run(folder) else latest_logs(folder) or folder
@@ -55,7 +55,7 @@ def checkpoint_dir_of(arguments: Arguments) -> Path:
     """The folder that ``-c`` or ``--name`` asks for, else the newest run's. Raises BadInputError."""
     asked = arguments.values.get("--checkpoint-dir")
     if asked is not None:
-        folder = Path(asked).expanduser()
+        folder = at_home(asked)
         if not folder.is_dir():
             raise BadInputError("--checkpoint-dir", asked, _no_folder(folder))
         return folder

@@ -23,6 +23,7 @@ from ddp_runner.core.profile import OPTION as PROFILE
 from ddp_runner.core.profile import parse_profile, refuse_beyond_end
 from ddp_runner.core.settings.whole_run import CHECKPOINTS, LOGS
 from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.kernel.system.run_files import at_home
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -344,7 +345,7 @@ def unwritable_reason(folder: Path) -> str:
     """Why ``folder`` cannot be made or written; empty if it can. Creates nothing."""
     if not str(folder).strip() or str(folder) == ".":
         return "must be the path of a separate folder"
-    asked = existing = Path(os.path.abspath(folder.expanduser()))  # noqa: PTH100 - keeps links
+    asked = existing = Path(os.path.abspath(at_home(folder)))  # noqa: PTH100 - keeps links
     reason = ""
     try:
         while not os.path.lexists(existing):

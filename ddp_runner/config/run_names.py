@@ -6,7 +6,6 @@ The name is that of ``--name``, else the task's. The run's files are in ``logs/N
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import PurePath
 from typing import TYPE_CHECKING
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING
 from ddp_runner.config.fields import BUILT_IN_TASKS, known_fields
 from ddp_runner.core.settings.whole_run import FOLDERS, LATEST
 from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.kernel.system.run_files import at_home
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -86,10 +86,16 @@ def name_the_run(values: dict[str, object], origin: dict[str, Origin]) -> None:
 
 
 def _expand(values: dict[str, object]) -> None:
-    """Replace a leading ``~`` of the folders, which no shell does behind an equals sign or in a file."""
+    """Replace a leading ``~`` of the folders, which no shell does behind an equals sign or in a file.
+
+    Raises BadInputError for the home folder of nobody.
+    """
     for key in (*dict(FOLDERS), "checkpoint.rescue_dir"):
         if isinstance(given := values.get(key), str):
-            values[key] = os.path.expanduser(given)  # noqa: PTH111 - raises nothing
+            values[key] = found = str(at_home(given))
+            if found.startswith("~"):
+                option = f"--{key.rpartition('.')[2].replace('_', '-')}"
+                raise BadInputError(option, given, "no user of this machine has that name")
 
 
 def _check(name: str, *, is_test: bool) -> None:

@@ -23,6 +23,7 @@ from ddp_runner.data.text.corpus import (
     summary,
 )
 from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.kernel.system.run_files import at_home
 from ddp_runner.tasks.transformer import TransformerLM, generate, next_token_loss
 from ddp_runner.training.task import Batch, Datasets
 
@@ -70,7 +71,7 @@ class BytesTask:
         Raises BadInputError if ``data.path`` cannot be read or holds too little text.
         """
         path = self._data.path
-        text = scan_text_files(Path(path).expanduser()) if path else scan_standard_library()
+        text = scan_text_files(at_home(path)) if path else scan_standard_library()
         train, validation = split_by_file(
             text, validation_fraction=self._data.validation_fraction, seed=self._seed
         )

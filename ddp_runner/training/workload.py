@@ -40,6 +40,7 @@ from ddp_runner.training.components.layer_plan import LayerPlan, layer_plan
 from ddp_runner.training.components.loss_monitor import LossMonitor
 from ddp_runner.training.components.loss_spikes import LossSpikes
 from ddp_runner.training.components.optimizer import build_optimizer
+from ddp_runner.training.components.optimizer_state import hidden_state
 from ddp_runner.training.components.precision import Precision
 from ddp_runner.training.components.recompute import checkpoint_activations
 from ddp_runner.training.components.start_weights import frozen_entries
@@ -570,6 +571,7 @@ def _empty_state(
                 workload.task.given if isinstance(workload.task, ReadyObjects) else None,
                 *(() if own is None else (own.optimizer, own.scheduler)),
             ),
+            beside=lambda: {} if own is None else hidden_state({"optimizer": own.optimizer}),
         ),
         tuning=Tuning(
             micro_batch_size=batch_sizes.micro_batch(settings.data, devices=len(workload.devices)),

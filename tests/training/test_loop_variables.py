@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from ddp_runner.training.components.optimizer_state import hidden_state
 from ddp_runner.training.own_loop.attached_run import _is_kept
-from ddp_runner.training.own_loop.loop_variables import HeldValues, LoopVariables, own_attributes
+from ddp_runner.training.own_loop.loop_variables import HeldValues, LoopVariables
 
 STEPS = 5
 BEGIN = """\
@@ -381,15 +382,15 @@ def test_what_an_optimizer_holds_besides_is_looked_at(make):
     """Not what torch, a scheduler and a scaler set; nor where the class describes its state itself."""
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = make([weight], lr=0.1)
-    before = dict(own_attributes({"opt": optimizer}))
+    before = dict(hidden_state({"opt": optimizer}))
     assert sorted(before) == (["opt.count", "opt.noise"] if make is CountingSGD else [])
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     weight.grad = torch.ones(2)
     optimizer.step(weight.sum)
     scheduler.step()
-    assert own_attributes({"opt": optimizer}).keys() == before.keys()
+    assert hidden_state({"opt": optimizer}).keys() == before.keys()
     optimizer.mine = 1
-    assert ("opt.mine" in own_attributes({"opt": optimizer})) is (make is not DescribedSGD)
+    assert ("opt.mine" in hidden_state({"opt": optimizer})) is (make is not DescribedSGD)
 
 
 @pytest.mark.parametrize("kind", ["a counter", "a deque of features", "a generator of numpy's"])

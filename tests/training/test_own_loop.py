@@ -37,12 +37,12 @@ from .building import bits_of
 CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def run(tmp_path):
+@contextlib.contextmanager
+def run_in(folder):
     settings = from_flat(
         {
-            "log_dir": str(tmp_path / "logs"),
-            "checkpoint_dir": str(tmp_path / "kept"),
+            "log_dir": str(folder / "logs"),
+            "checkpoint_dir": str(folder / "kept"),
             "display": "none",
         }
     )
@@ -50,6 +50,12 @@ def run(tmp_path):
     made = AttachedRun(settings, runtime, arguments="", on_end=lambda _: None)
     yield made
     made._leave()
+
+
+@pytest.fixture
+def run(tmp_path):
+    with run_in(tmp_path) as made:
+        yield made
 
 
 def parts():
@@ -975,6 +981,36 @@ def test_gradients_of_gradients_carry_no_signal(run):
             optimizer.step()
             optimizer.zero_grad()
     assert run.step_number == 3
+
+
+def _changes_of_a_launch(folder, *, samples, steps):
+    with run_in(folder) as made:
+        model, optimizer = parts()
+        net = made.ddp(model)
+        made.keep(model=model, optimizer=optimizer)
+        data = TensorDataset(torch.ones(24, 2), torch.ones(24, 1))
+        for x, y in made.steps(made.loader(data, batch_size=samples), max_steps=steps):
+            with made.step():
+                (net(x) - y).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return made._state.changes
+
+
+def test_an_end_before_the_checkpoint_is_refused_as_the_loop_has_it(tmp_path):
+    """The length is an argument of ``run.steps()``, and no option."""
+    _changes_of_a_launch(tmp_path, samples=3, steps=3)
+    with pytest.raises(BadInputError, match=r"^run\.steps\(\): the run would end at step 2, and "):
+        _changes_of_a_launch(tmp_path, samples=3, steps=2)
+
+
+@pytest.mark.parametrize("samples", [3, 6])
+def test_a_resume_with_larger_batches_is_a_change(tmp_path, samples):
+    """Its steps are others than those of a run from the start, so it is not exact; equal ones change nothing."""
+    _changes_of_a_launch(tmp_path, samples=3, steps=2)
+    changes = _changes_of_a_launch(tmp_path, samples=samples, steps=4)
+    expected = ("samples in a step 3 -> 6 at step 2",) if samples == 6 else ()
+    assert changes == expected
 
 
 def test_another_kept_name_is_refused_at_a_resume():

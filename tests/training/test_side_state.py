@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from ddp_runner.training.components.optimizer_state import hidden_state
 from ddp_runner.training.exactness.side_state import LOOKS_AT_FIRST, SideState
 
 
@@ -287,3 +288,24 @@ def test_a_set_of_objects_that_change_is_named():
     next(iter(task.meters)).add(1.0)
     side.look()
     assert side.opaque == ["task.meters (set)"]
+
+
+def test_what_an_optimizer_has_besides_its_state_is_named_once_it_changes():
+    """Its own attributes, and what its hooks count in: no checkpoint has them. Not what stays as it was."""
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    optimizer.count, optimizer.scale = 0, 0.5
+    seen = {"steps": 0}
+
+    def count(*given):
+        seen["steps"] += 1
+
+    optimizer.register_step_pre_hook(count)
+    side = SideState(nn.Linear(2, 2), beside=lambda: hidden_state({"optimizer": optimizer}))
+    side.look_again(whole=True)
+    assert side.opaque == []
+    weight.grad = torch.ones(2)
+    optimizer.step()
+    optimizer.count += 1
+    side.look_again(whole=True)
+    assert side.opaque == ["optimizer.count", "optimizer: count.seen"]

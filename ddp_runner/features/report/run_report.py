@@ -24,7 +24,13 @@ from ddp_runner.features.report.report_comparison import compare
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.exits import ExitCode
 from ddp_runner.kernel.rules.lifecycle import RunState
-from ddp_runner.kernel.system.run_files import from_json, read_lines, read_small, replace_file
+from ddp_runner.kernel.system.run_files import (
+    at_home,
+    from_json,
+    read_lines,
+    read_small,
+    replace_file,
+)
 from ddp_runner.observe.format import bar, byte_size, count, duration, figure, percent, sparkline
 from ddp_runner.observe.history.run_history import RunHistory
 from ddp_runner.observe.progress_report import rows_block, summary_rows
@@ -290,7 +296,7 @@ _SCRIPT = Path("package_data", "plotly.min.js")
 
 def write_html(directory: Path, given: str) -> int:
     """Write the file; the exit code. Raises BadInputError where it cannot be written, or plotly is missing."""
-    path = Path(given).expanduser()
+    path = at_home(given)
     if path.is_dir() or not path.absolute().parent.is_dir():
         what = "is a folder; give a file" if path.is_dir() else "its folder is not there"
         raise BadInputError("--html", given, what)

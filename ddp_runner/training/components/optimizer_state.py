@@ -1,13 +1,78 @@
-"""Loads an optimizer's state in time that grows with the number of its tensors alone. Steps nothing."""
+"""Loads an optimizer's state in time that grows with the number of its tensors alone, and finds what no state has.
+
+Steps nothing.
+"""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping
+import itertools
+from array import array
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping
+from types import FunctionType, GeneratorType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
+
+from ddp_runner.values.object_graph import LEAVES, attributes_of
+
+# What torch sets on an optimizer: also its schedulers and its GradScaler, for a moment or for good.
+_OF_TORCH = frozenset(
+    [
+        *("defaults", "state", "param_groups", "step", "found_inf", "grad_scale", "_opt_called"),
+        *("_params", "_numel_cache", "_step_supports_amp_scaling", "_zero_grad_profile_name"),
+        *("_warned_capturable_if_run_uncaptured", "_need_device_dtype_check_for_fused"),
+    ]
+)
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_COUNTING = (list, dict, set, deque, array, np.ndarray, itertools.count, GeneratorType)
+
+
+def hidden_state(
+    optimizers: Mapping[str, Any], schedulers: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return what steps of the optimizers may change and no checkpoint has, by name.
+
+    These are attributes beside torch's own, unless the class describes its state itself by ``state_dict()``, and
+    variables of hooks and of schedulers' functions.
+    """
+    found: dict[str, Any] = {}
+    for name, one in optimizers.items():
+        if type(one).state_dict is Optimizer.state_dict:
+            hidden = ("_optimizer_", "_" if type(one).__module__.startswith("torch.") else "__")
+            found |= {
+                f"{name}.{key}": value
+                for key, value in attributes_of(one).items()
+                if key not in _OF_TORCH and not key.startswith(hidden)
+            }
+        for hooks in _HOOKS:
+            found |= _of_functions(name, vars(one).get(hooks, {}).values())
+    for name, one in (schedulers or {}).items():
+        found |= _of_functions(name, getattr(one, "lr_lambdas", ()))
+    return found
+
+
+def _of_functions(name: str, functions: Iterable[Any]) -> dict[str, Any]:
+    return {
+        f"{name}: {function.__name__}.{key}": value
+        for function in functions
+        if isinstance(function, FunctionType)
+        for key, value in _variables_of(function)
+        if type(value) in LEAVES or isinstance(value, _COUNTING)
+    }
+
+
+def _variables_of(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    own = attributes_of(function)
+    yield from own.items()
+    if own or not any(
+        part in function.__code__.co_filename for part in ("-packages", "ddp_runner")
+    ):
+        names = (one for one in function.__code__.co_names if one in function.__globals__)
+        yield from ((one, function.__globals__[one]) for one in names)
 
 
 def load_optimizer_state(optimizer: Any, state: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FunctionType
 from typing import Any
 
@@ -123,11 +123,16 @@ class SideState:
         *,
         root_name: str = "task",
         apart: Iterable[Any] = (),
+        beside: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
-        """``root_name``: what ``task``, or what stands there in its place, is called in paths."""
+        """``root_name``: what ``task``, or what stands there in its place, is called in paths.
+
+        ``beside`` gives further values by name, of which only a change is noticed.
+        """
         self._model = model
         self._task = task
         self._root_name = root_name
+        self._beside = beside
         self._apart = {id(one) for one in apart if one is not None}  # all of them alive
         self._own: frozenset[int] = frozenset()  # ids of what is the model's own state
         self._followed: dict[str, Kept] = {}
@@ -516,6 +521,7 @@ class SideState:
                 left = self._left
             self._left = left
             closed[f"{self._left_name} and other objects"] = left
+        closed |= self._beside()
         self._closed, self._functions = closed, functions
         return owners
 

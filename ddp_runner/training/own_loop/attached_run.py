@@ -25,6 +25,7 @@ from ddp_runner.kernel.rules.phases import Phase
 from ddp_runner.kernel.step.engine import Engine
 from ddp_runner.kernel.step.runtime import Runtime
 from ddp_runner.kernel.wire.board import Cell
+from ddp_runner.training.components.optimizer_state import hidden_state
 from ddp_runner.training.components.sync_batchnorm import SyncedNorms
 from ddp_runner.training.exactness.first_step import report_lost_local, report_lost_names
 from ddp_runner.training.figures.train_report import TrainReport
@@ -40,11 +41,7 @@ from ddp_runner.training.own_loop.batches import (
 from ddp_runner.training.own_loop.client import LoopClient, LoopSetup
 from ddp_runner.training.own_loop.declared import KEEP_LOCAL, OwnLoop, Recurring, RepeatStep
 from ddp_runner.training.own_loop.kept import KeptState
-from ddp_runner.training.own_loop.loop_variables import (
-    HeldValues,
-    LoopVariables,
-    own_attributes,
-)
+from ddp_runner.training.own_loop.loop_variables import HeldValues, LoopVariables
 from ddp_runner.training.own_loop.misuse import (
     is_guarded,
     misuse,
@@ -280,7 +277,7 @@ class AttachedRun:
         kept = self._kept_ids()
         self._variables = LoopVariables(is_kept=lambda value: _is_kept(value, kept))
         held = HeldValues(
-            lambda: own_attributes(self._loop.kept.optimizers),
+            lambda: hidden_state(self._loop.kept.optimizers, self._loop.kept.others),
             is_apart=lambda value: _is_kept(value, kept),
         )
         self._watched.append((held, _CURE_OF_OPTIMIZERS))

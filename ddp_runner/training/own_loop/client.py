@@ -111,7 +111,9 @@ class LoopSetup:
             device=device,
             backend=backend_of(settings, device),
             resume_key={"run.seed": settings.run.seed, "ranks": info.world_size},
-            recipe=_recipe(runtime, given.length, arguments=arguments),
+            recipe=_recipe(
+                runtime, given.length, arguments=arguments, samples=order.global_batch_size
+            ),
             settings_digest=config.digest(settings),
             monitor=Monitor(by_evaluations=False),
             parameters=sum(one.numel() for one in self.state.model.parameters()),
@@ -190,7 +192,9 @@ def _refuse_unsavable(state: KeptState) -> None:
         ) from error
 
 
-def _recipe(runtime: Runtime, length: RunLength, *, arguments: str) -> dict[str, JsonValue]:
+def _recipe(
+    runtime: Runtime, length: RunLength, *, arguments: str, samples: int
+) -> dict[str, JsonValue]:
     """Return the values of which a change gives the same run other weights."""
     info = runtime.rank_info
     return {
@@ -199,6 +203,7 @@ def _recipe(runtime: Runtime, length: RunLength, *, arguments: str) -> dict[str,
         "threads per rank": torch.get_num_threads() if info.device == "cpu" else 0,
         "torch": versions()["torch"],
         ARGUMENTS: arguments,
+        "samples in a step": samples,
     }
 
 

@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 from torch import nn
-from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from ddp_runner.training.exactness.traces import Trace
@@ -31,24 +30,6 @@ _LOOKS_IN_A_ROW = 4  # then at every power of two: what changes now and then sho
 _BYTES_MAX = 1 << 20  # of arrays that are compared whole
 _ENTRIES_MAX = 10_000
 _OBJECTS_MAX = 1_000  # in the values of one name
-# What torch sets on an optimizer: also its schedulers and its GradScaler, for a moment or for good.
-_OF_OPTIMIZERS = frozenset(
-    [
-        "defaults",
-        "state",
-        "param_groups",
-        "step",
-        "found_inf",
-        "grad_scale",
-        "_opt_called",
-        "_params",
-        "_numel_cache",
-        "_step_supports_amp_scaling",
-        "_warned_capturable_if_run_uncaptured",
-        "_zero_grad_profile_name",
-        "_need_device_dtype_check_for_fused",
-    ]
-)
 _NOTHING = object()
 _Look = Callable[[Any], bool]  # whether a value is the one that was looked at, unchanged
 
@@ -178,23 +159,6 @@ class LoopVariables:
         """Return True if ``value`` is no variable."""
         kinds = (ModuleType, type, FunctionType, MethodType, DataLoader, Dataset)
         return isinstance(value, kinds) or inspect.isbuiltin(value) or self._is_kept(value)
-
-
-def own_attributes(optimizers: Mapping[str, Optimizer]) -> dict[str, Any]:
-    """Return what optimizers hold beside torch's own attributes, by ``name.attribute``: no checkpoint has that.
-
-    Without optimizers that describe their state themselves, by ``state_dict()``.
-    """
-    found: dict[str, Any] = {}
-    for name, one in optimizers.items():
-        if type(one).state_dict is Optimizer.state_dict:
-            hidden = ("_optimizer_", "_" if type(one).__module__.startswith("torch.") else "__")
-            found |= {
-                f"{name}.{key}": value
-                for key, value in attributes_of(one).items()
-                if key not in _OF_OPTIMIZERS and not key.startswith(hidden)
-            }
-    return found
 
 
 class HeldValues:

@@ -36,7 +36,7 @@ from ddp_runner.training.starting.whole_state import (
     note_begin,
 )
 from ddp_runner.training.state import Progress, TrainState
-from ddp_runner.training.workload import Workload, nothing_left, start_fresh
+from ddp_runner.training.workload import TaskWorkload, Workload, nothing_left, start_fresh
 
 
 def load_start(
@@ -326,10 +326,12 @@ def _refuse_earlier_end(
     end, run = workload.length.total_steps, settings.run
     if state.committed_step <= end:
         return
-    option, value = ("--max-steps", run.max_steps) if run.max_steps else ("--epochs", run.epochs)
+    given: tuple[str, object] = ("run.steps()", "")
+    if isinstance(workload, TaskWorkload):
+        is_in_steps = bool(run.max_steps)
+        given = ("--max-steps", run.max_steps) if is_in_steps else ("--epochs", run.epochs)
     raise BadInputError(
-        option,
-        value,
+        *given,
         f"the run would end at step {end}, and {where} is at step {state.committed_step} already; "
         f"give a larger end, another run with {config.own_folder(settings)}, or start fresh with "
         f"{config.words_of(resume='none')}",
