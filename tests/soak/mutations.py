@@ -255,6 +255,13 @@ MUTATIONS = (
         "seeded-with-batch",
         "self._replica.drop_signals()",
         "self._replica.drop_signals(); self.seed()",
+        also="test_draws_within_a_block_follow_those_before_it",
+    ),
+    _break(
+        "seeded-with-batch",
+        "self._client.steps.seed()",
+        "pass",
+        after="A step's batch is given to the loop.",
     ),
     # A change before the net is called is seen twice: also behind its forward, which is done again then.
     _break(
@@ -285,7 +292,18 @@ MUTATIONS = (
     _break(
         "compiled-alike", '"automatic_dynamic_shapes": False', '"automatic_dynamic_shapes": True'
     ),
-    _break("compared-before-save", "judge(Trust.UNKNOWN)", "judge(Trust.SOUND)"),
+    _break(
+        "compared-before-save",
+        "judge(Trust.UNKNOWN)",
+        "judge(Trust.SOUND)",
+        also="test_of_ranks_that_differ_only_what_the_majority_has_is_saved",
+    ),
+    _break(
+        "compared-before-save",
+        "if not self._compares:",
+        "self._durable.judge(Trust.SOUND)\n        if not self._compares:",
+        after="Nothing may change the state before :meth:`may_commit`, which gives the verdict.",
+    ),
     _break("odd-ones-first", 'self._group.await_notes(f"odd/{step}", comparison.odd)', "pass"),
     _break("left-for-good", "self._state.committed_step = EMPTY_STEP", "pass"),
     _break(
@@ -315,11 +333,16 @@ MUTATIONS = (
         "is_judged = True",
         after="def judged(self",
     ),
+    # A generator is seeded for each micro-batch, so that a draw beside it changes nothing.
     _break(
         "untouched",
-        "if self._state.committed_step == step + 1:  # else",
-        '__import__("torch").rand(1)\n        if self._state.committed_step == step + 1:  # else',
-        after="with stepper.noted() as notes:",
+        "self._is_drilled_next()",
+        "micro_batches[0].batch[0].neg_()",
+    ),
+    _break(
+        "untouched",
+        "self._is_drilled_next()",
+        "next(iter(self._state.replicated().values())).data.neg_()",
     ),
     _break(
         "put-back-whole",
@@ -366,7 +389,12 @@ MUTATIONS = (
         "before = signal.pthread_sigmask(signal.SIG_BLOCK, [])",
         after="def _interrupts_held(",
     ),
-    _break("nothing-left-behind", "when_cancelled()", "raise"),
+    _break(
+        "nothing-left-behind",
+        "when_cancelled()",
+        "raise",
+        also="test_a_cancelled_run_is_saved_and_goes_on",
+    ),
     _break("shares-stay", "if began is not None:", "if False:"),
     _break("marker-last", "temporary.replace(self._marker)", "pass"),
     _break(
@@ -477,7 +505,18 @@ MUTATIONS = (
     _break(
         "workers-first", "return broke >= BREAKS_TO_SUSPECT or repair.workers == 0", "return False"
     ),
-    _break("drill-without-faults", "facts.fault_free and ", ""),
+    _break(
+        "drill-without-faults",
+        "facts.fault_free and ",
+        "",
+        also="test_a_drill_begins_without_faults_and_alone",
+    ),
+    _break(
+        "drill-without-faults",
+        "not facts.fault_free or ",
+        "",
+        after="def must_end(facts: DrillFacts)",
+    ),
     # several machines
     _break("superseded-orders-nobody", "if self._machines.has_successor:", "if False:"),
     _break("copies-have-a-term", "clear_slots(self._copies)", "pass"),

@@ -496,6 +496,7 @@ def _late_hash(me, port, every, odd):
         if every:
             watcher.join()
         assert guard.may_commit(), "one verdict a comparison"
+        guard.close()
         group.exchange("end", "")  # nobody leaves while another one is still joining
     compared_s = slot.get(Cell.COMPARISON_NS) / 1e9
     return outcome, saving.said, saving.waited_s, compared_s, state.boundary_done_step
@@ -565,9 +566,12 @@ def test_who_waits_for_another_s_hash_is_not_late_itself():
 
 
 def test_of_ranks_that_differ_only_what_the_majority_has_is_saved():
-    """No rank commits the step: its gradient is partly of the odd one; what is due at its boundary is done again."""
+    """No rank commits the step: its gradient is partly of the odd one; what is due at its boundary is done again.
+
+    The odd one leaves its generation without a good verdict.
+    """
     usual, odd, other = _verdicts(3, odd=(1,))
-    assert odd[:2] == (FaultKind.REPLICA_DIVERGED, [])
+    assert odd[:2] == (FaultKind.REPLICA_DIVERGED, [Trust.UNKNOWN])
     for outcome, said, _, _, done_step in (usual, other):
         assert (outcome, said, done_step) == (FaultKind.COLLECTIVE_FAILED, [Trust.SOUND], 6)
 

@@ -813,6 +813,22 @@ def test_code_behind_a_block_counts_once_a_step(run):
     assert torch.equal(frozen.weight, start + 3)
 
 
+def test_draws_within_a_block_follow_those_before_it(run):
+    """One seed a step: what was drawn before the block is not drawn again within it."""
+    model, optimizer = parts()
+    net = run.ddp(model)
+    run.keep(model=model, optimizer=optimizer)
+    goes_on = []
+    for x, y in run.steps(DATA, max_steps=2):
+        torch.rand(1)
+        state = torch.get_rng_state()
+        with run.step():
+            goes_on.append(torch.equal(torch.get_rng_state(), state))
+            (net(x) - y).square().mean().backward()
+            optimizer.step()
+    assert goes_on == [True] * 3, "with the rehearsal"
+
+
 def test_a_fused_optimizer_is_scaled_once_after_a_rehearsal(run):
     """The loss scaler leaves its scale on an optimizer whose step was cut short."""
     weights = []
