@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import threading
 import time
 from itertools import pairwise
@@ -580,12 +581,16 @@ def _saves_by_time(me, folder, every, clock_s):
 
 
 def test_by_itself_the_saving_rank_chooses_its_interval(tmp_path):
-    """After a minute the first, then at the pace that its measured cost allows, said in the log."""
-    saved, log = run_ranks(_saves_by_time, 1, tmp_path, "auto", 400)[0]
+    """After a minute the first, then at the pace that its measured cost allows, said in the log.
+
+    The cost is measured, so a busy machine saves less often than each 10 s. It is said again once it has halved.
+    """
+    saved, log = run_ranks(_saves_by_time, 1, tmp_path, "auto", 2000)[0]
     assert saved[0] == 60
     assert len(saved) >= 3
-    assert all(later - earlier >= 10 for earlier, later in pairwise(saved))
-    assert "saving every 10 s (auto)" in log
+    least_s = min(int(found) for found in re.findall(r"saving every (\d+) s \(auto\)", log))
+    assert least_s >= 10
+    assert all(later - earlier >= max(10, least_s // 2) for earlier, later in pairwise(saved))
 
 
 def test_an_interval_of_zero_saves_nothing_by_time(tmp_path):
