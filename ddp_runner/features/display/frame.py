@@ -1,4 +1,4 @@
-"""Layout of the live display: a view in, lines for a console out. Writes nothing."""
+"""Layout of the live display: a view in, lines for a console out. Runs in the supervisor. Writes nothing."""
 
 from __future__ import annotations
 
