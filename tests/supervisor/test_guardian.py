@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
-from multiprocessing.connection import Listener
+from pathlib import Path
 
 import pytest
 
@@ -63,44 +64,60 @@ def test_who_is_in_the_session_of_a_rank_is_ended():
         assert process.wait(60) == -signal.SIGKILL
 
 
-@pytest.fixture
-def killed_rank(tmp_path, monkeypatch):
-    """A rank that was killed while a loader of its program had a socket; gives the token of its run."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(tempfile, "tempdir", None)
-    token = "0123456789abcdef"
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.environ[parent_death.MARK_VARIABLE] = token
-        parent_death.mark_own_children()
-        with Listener(family="AF_UNIX"):
-            os.write(writer, b"x")
-            signal.pause()
-    os.read(reader, 1)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    os.close(reader)
-    os.close(writer)
-    (folder,) = tmp_path.iterdir()
-    assert folder.name.startswith("pymp-")
+TOKEN = "0123456789abcdef"
+HAS_A_SOCKET = """
+import signal
+from multiprocessing.connection import Listener
+from ddp_runner.kernel.system import parent_death
+parent_death.mark_own_children()
+with Listener(family="AF_UNIX"):
+    print("has one", flush=True)
+    signal.pause()
+"""
+
+
+def _killed_with_a_socket(temporary):
+    """The folder that a rank leaves below ``temporary``, killed while its program had a socket."""
+    environment = {**os.environ, "TMPDIR": str(temporary), parent_death.MARK_VARIABLE: TOKEN}
+    program = [sys.executable, "-c", HAS_A_SOCKET]
+    with subprocess.Popen(program, env=environment, stdout=subprocess.PIPE, text=True) as rank:
+        assert rank.stdout.readline() == "has one\n"
+        rank.kill()
+    (folder,) = temporary.iterdir()
     assert list(folder.iterdir())
-    (tmp_path / "pymp-another").mkdir()
-    return token
+    return folder
 
 
-def test_the_folder_of_sockets_goes_with_the_run(killed_rank, tmp_path):
+@pytest.fixture
+def left(monkeypatch):
+    """A folder for temporary ones, with a short path, in which a killed rank has left one."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as path:
+        monkeypatch.setenv("TMPDIR", path)
+        assert _killed_with_a_socket(Path(path)).name.startswith("pymp-0123456789ab-")
+        Path(path, "pymp-another").mkdir()
+        yield Path(path)
+
+
+def test_the_folder_of_sockets_goes_with_the_run(left):
     """The rank was killed, and removes nothing; control: the folder of another program stays."""
-    Guardian(killed_rank).close()
-    assert [one.name for one in tmp_path.iterdir()] == ["pymp-another"]
+    Guardian(TOKEN).close()
+    assert [one.name for one in left.iterdir()] == ["pymp-another"]
 
 
-def test_the_guardian_removes_it_after_a_killed_supervisor(killed_rank, tmp_path):
+def test_the_guardian_removes_it_after_a_killed_supervisor(left):
     """It is given the beginning of the name while the supervisor lives."""
-    said = f"folders {parent_death.temporary_prefix(killed_rank)}\n"
+    said = f"folders {parent_death.temporary_prefix(TOKEN)}\n"
     program = [sys.executable, "-I", "-S", guardian_process.__file__]
     subprocess.run(program, input=said, text=True, timeout=60, check=True)
-    assert [one.name for one in tmp_path.iterdir()] == ["pymp-another"]
+    assert [one.name for one in left.iterdir()] == ["pymp-another"]
+
+
+def test_a_long_temporary_folder_leaves_room_for_the_sockets():
+    """A socket's path has 107 bytes: the longer name of the folder is given up before the socket is."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as path:
+        folder = Path(path, "x" * (70 - len(path)))
+        folder.mkdir()
+        assert re.fullmatch(r"pymp-[^-]{8}", _killed_with_a_socket(folder).name)
 
 
 def test_a_rank_that_ends_removes_its_folder_itself(tmp_path):

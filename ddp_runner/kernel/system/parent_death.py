@@ -98,8 +98,15 @@ def temporary_prefix(run_mark: str) -> str:
     return f"pymp-{run_mark[:12]}-"
 
 
+SOCKET_PATH_MAX = 107  # bytes of a socket's address on Linux, unix(7)
+_IN_FOLDER = "/listener-abcdefgh"  # multiprocessing's name of a socket
+
+
 def _mark_temporary_folder(prefix: str) -> None:
-    """Give the folder of multiprocessing's sockets a name by which the run finds it, should this process be killed."""
+    """Give the folder of multiprocessing's sockets a name by which the run finds it, should this process be killed.
+
+    Where that would make a socket's path too long, the name stays multiprocessing's own.
+    """
     import shutil  # noqa: PLC0415 - as above
     import tempfile  # noqa: PLC0415
     from multiprocessing import current_process, util  # noqa: PLC0415
@@ -107,7 +114,9 @@ def _mark_temporary_folder(prefix: str) -> None:
     def get_temp_dir() -> str:
         config: dict[str, str] = current_process()._config  # type: ignore[attr-defined]  # noqa: SLF001
         if config.get("tempdir") is None:
-            config["tempdir"] = folder = tempfile.mkdtemp(prefix=prefix)
+            longest = f"{tempfile.gettempdir()}/{prefix}abcdefgh{_IN_FOLDER}"
+            fits = len(os.fsencode(longest)) <= SOCKET_PATH_MAX
+            config["tempdir"] = folder = tempfile.mkdtemp(prefix=prefix if fits else "pymp-")
             util.Finalize(None, shutil.rmtree, args=(folder, True), exitpriority=-100)
         return config["tempdir"]
 
