@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ddp_runner.features.spare.rules import (
     LOST_BUILDING_MAX,
@@ -26,15 +26,6 @@ from ddp_runner.supervisor.around import OfMachine
 # For it to be ready, of one that starts CUDA: seconds, and on a machine with many GPUs that nobody has used since its boot more.
 CUDA_WARM_TIMEOUT_S = 60.0
 BUILD_FACTOR = 20  # how much longer than a rank's own a spare's building may take, beside all ranks
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpareEnded(events.Event):
-    """The spare is gone, or there was no room for one; ``said``: its last line."""
-
-    exit_code: int | None
-    signal: int | None
-    said: str
 
 
 def beside_machine(around: OfMachine) -> SpareKeeper:
@@ -199,7 +190,7 @@ class SpareKeeper(Observer):
         if self._newest is None or self._newest is not self._dismissed:
             self._count_lost(self._newest, ended, now_s)
         self._recorder.record(
-            SpareEnded(
+            events.SpareEnded(
                 exit_code=ended.exit_code if ended is not None else None,
                 signal=ended.signal_number if ended is not None else None,
                 said=output.splitlines()[-1] if output else "",

@@ -611,6 +611,25 @@ class SpareTaken(Event):
     pid: int | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaverEnded(Event):
+    """The process that writes checkpoints is gone; ``step``: of what it had in hand, -1 where that was nothing."""
+
+    exit_code: int | None
+    signal: int | None
+    step: int
+    said: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpareEnded(Event):
+    """The spare is gone, or there was no room for one; ``said``: its last line."""
+
+    exit_code: int | None
+    signal: int | None
+    said: str
+
+
 # What a message may be: each report of this module.
 REPORTS: dict[str, type[Report]] = {
     kind.__name__: kind

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.kernel.parent.ports import EventRecorder, Observer, Turn
@@ -25,16 +24,6 @@ from ddp_runner.kernel.wire.messages import NO_PROCESS, CopyWritten, Forked, Sav
 # While nobody is there to write: one that ended is replaced in a fraction of that
 PATIENCE_S = 20.0
 TRIES_MAX = 3  # of savers that end over one order
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaverEnded(events.Event):
-    """The process that writes checkpoints is gone; ``step``: of what it had in hand, -1 where that was nothing."""
-
-    exit_code: int | None
-    signal: int | None
-    step: int
-    said: str
 
 
 class SaverKeeper(Observer):
@@ -192,7 +181,9 @@ class SaverKeeper(Observer):
         step = self.owed[0].step if self.owed else -1
         said = output.splitlines()[-1] if output else ""
         self._recorder.record(
-            SaverEnded(exit_code=ended.exit_code, signal=ended.signal_number, step=step, said=said)
+            events.SaverEnded(
+                exit_code=ended.exit_code, signal=ended.signal_number, step=step, said=said
+            )
         )
         if self._is_given and self._tries >= TRIES_MAX:
             # Nor is it left to the rank, which the same may end.
