@@ -18,11 +18,11 @@ from ddp_runner.checkpoint.manifest import manifest_name, stage_name
 from ddp_runner.cli.checkpoint_show import chosen, lines_of, record_of, short_record
 from ddp_runner.cli.command import CHECKPOINT_DIR, JSON, NAME, Arguments, SmallCommand, show
 from ddp_runner.cli.runs import checkpoint_dir_of
+from ddp_runner.config.run_names import at_home
 from ddp_runner.core.settings.declaration import Option
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.exits import ExitCode
 from ddp_runner.kernel.system.disk import Disk, RealDisk
-from ddp_runner.kernel.system.run_files import at_home
 from ddp_runner.observe.format import byte_size
 from ddp_runner.start import COMMAND
 from ddp_runner.system.environment import probe_environment

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from ddp_runner.config.run_names import is_name
+from ddp_runner.config.run_names import at_home, is_name
 from ddp_runner.core.settings.whole_run import CHECKPOINTS, LATEST, LOGS
 from ddp_runner.kernel.rules.errors import BadInputError
-from ddp_runner.kernel.system.run_files import at_home, read_small
+from ddp_runner.kernel.system.run_files import read_small
 from ddp_runner.system.followed_run import NAME, followed_run
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from ddp_runner import installed
 from ddp_runner.config.compose import raise_problems
 from ddp_runner.config.fields import BUILT_IN_TASKS
+from ddp_runner.config.run_names import at_home
 from ddp_runner.core.batch_sizes import SHARES, cut, global_batch, shares_of
 from ddp_runner.core.hub import EXPECTED, is_of_hub, lacks_hub, repository_of
 from ddp_runner.core.launch_plan import NCCL_BACKENDS, names_a_gpu_twice
@@ -23,7 +24,6 @@ from ddp_runner.core.profile import OPTION as PROFILE
 from ddp_runner.core.profile import parse_profile, refuse_beyond_end
 from ddp_runner.core.settings.whole_run import CHECKPOINTS, LOGS
 from ddp_runner.kernel.rules.errors import BadInputError
-from ddp_runner.kernel.system.run_files import at_home
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -6,14 +6,14 @@ The name is that of ``--name``, else the task's. The run's files are in ``logs/N
 
 from __future__ import annotations
 
+import os
 import re
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
 from ddp_runner.config.fields import BUILT_IN_TASKS, known_fields
 from ddp_runner.core.settings.whole_run import FOLDERS, LATEST
 from ddp_runner.kernel.rules.errors import BadInputError
-from ddp_runner.kernel.system.run_files import at_home
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -33,6 +33,11 @@ STRENGTH: Mapping[Origin, int] = {
 
 
 HANDED_OVER = "ddp_runner_handed_over"  # the module of tasks that no other module has by their name
+
+
+def at_home(path: str | Path) -> Path:
+    """Return ``path`` with the home folder in the place of a leading ``~``. An unknown user's stays as it is."""
+    return Path(os.path.expanduser(path))  # noqa: PTH111 - raises nothing
 
 
 def name_of_task(task: str) -> str:

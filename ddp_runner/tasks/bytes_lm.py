@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from ddp_runner.config.run_names import at_home
 from ddp_runner.data.text.corpus import (
     OPTION,
     ScannedFiles,
@@ -23,7 +24,6 @@ from ddp_runner.data.text.corpus import (
     summary,
 )
 from ddp_runner.kernel.rules.errors import BadInputError
-from ddp_runner.kernel.system.run_files import at_home
 from ddp_runner.tasks.transformer import TransformerLM, generate, next_token_loss
 from ddp_runner.training.task import Batch, Datasets
 

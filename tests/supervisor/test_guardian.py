@@ -120,15 +120,16 @@ def test_a_long_temporary_folder_leaves_room_for_the_sockets():
         assert re.fullmatch(r"pymp-[^-]{8}", _killed_with_a_socket(folder).name)
 
 
-def test_a_rank_that_ends_removes_its_folder_itself(tmp_path):
+def test_a_rank_that_ends_removes_its_folder_itself():
     """As multiprocessing does; it is made once something asks for it."""
     made = (
         "import os; from multiprocessing import util; from ddp_runner.kernel.system import parent_death\n"
         "parent_death.mark_own_children(); before = os.listdir(os.environ['TMPDIR'])\n"
         "print(before, os.path.basename(util.get_temp_dir())[:11], os.path.isdir(util.get_temp_dir()))"
     )
-    environment = {**os.environ, "TMPDIR": str(tmp_path), parent_death.MARK_VARIABLE: "abcdef"}
     program = [sys.executable, "-c", made]
-    ended = subprocess.run(program, env=environment, capture_output=True, text=True, check=True)
-    assert ended.stdout == "[] pymp-abcdef True\n"
-    assert not list(tmp_path.iterdir())
+    with tempfile.TemporaryDirectory(dir="/tmp") as path:
+        environment = {**os.environ, "TMPDIR": path, parent_death.MARK_VARIABLE: "abcdef"}
+        ended = subprocess.run(program, env=environment, capture_output=True, text=True, check=True)
+        assert ended.stdout == "[] pymp-abcdef True\n"
+        assert not [*Path(path).iterdir()]

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ddp_runner.cli.command import LOG_DIR, NAME, Arguments, SmallCommand, is_unicode, show
 from ddp_runner.cli.extras import how_to_install
 from ddp_runner.cli.runs import elsewhere, log_dir_of
+from ddp_runner.config.run_names import at_home
 from ddp_runner.core.monitor import LOSS, is_of_evaluation, parts_of
 from ddp_runner.core.settings.declaration import Option
 from ddp_runner.features.report.html_page import html_report
@@ -24,13 +25,7 @@ from ddp_runner.features.report.report_comparison import compare
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.exits import ExitCode
 from ddp_runner.kernel.rules.lifecycle import RunState
-from ddp_runner.kernel.system.run_files import (
-    at_home,
-    from_json,
-    read_lines,
-    read_small,
-    replace_file,
-)
+from ddp_runner.kernel.system.run_files import from_json, read_lines, read_small, replace_file
 from ddp_runner.observe.format import bar, byte_size, count, duration, figure, percent, sparkline
 from ddp_runner.observe.history.run_history import RunHistory
 from ddp_runner.observe.progress_report import rows_block, summary_rows

@@ -36,11 +36,6 @@ class RefusedFileError(OSError):
     """Raised if a path holds something that this run may not read or write."""
 
 
-def at_home(path: str | Path) -> Path:
-    """Return ``path`` with the home folder in the place of a leading ``~``. An unknown user's stays as it is."""
-    return Path(os.path.expanduser(path))  # noqa: PTH111 - raises nothing
-
-
 def open_to_read(path: Path) -> int:
     """A descriptor of a regular file, which is no link."""
     return _open_regular(path, os.O_RDONLY | os.O_NOFOLLOW)
