@@ -97,7 +97,7 @@ def _expand(values: dict[str, object]) -> None:
     """
     for key in (*dict(FOLDERS), "checkpoint.rescue_dir"):
         if isinstance(given := values.get(key), str):
-            values[key] = found = str(at_home(given))
+            values[key] = found = os.path.expanduser(given)  # noqa: PTH111 - "" stays ""
             if found.startswith("~"):
                 option = f"--{key.rpartition('.')[2].replace('_', '-')}"
                 raise BadInputError(option, given, "no user of this machine has that name")
