@@ -41,7 +41,7 @@ def hidden_state(
     """
     found: dict[str, Any] = {}
     for name, one in optimizers.items():
-        if type(one).state_dict is Optimizer.state_dict:
+        if getattr(type(one), "state_dict", None) is Optimizer.state_dict:
             hidden = ("_optimizer_", "_" if type(one).__module__.startswith("torch.") else "__")
             found |= {
                 f"{name}.{key}": value

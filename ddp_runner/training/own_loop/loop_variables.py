@@ -254,7 +254,8 @@ class _Names:
             except ValueError:  # nothing was assigned to it yet
                 return _NOTHING
         module = sys.modules.get(name)  # of a function of another file of the program
-        return _NOTHING if module is None else module
+        file = getattr(module, "__dict__", {}).get("__file__")
+        return module if isinstance(file, str) and is_users(file) else _NOTHING
 
 
 def _functions_in(tree: ast.AST) -> _Functions:
