@@ -35,15 +35,7 @@ def environment(folder: str) -> dict[str, str]:
 
 def run_command(folder: str, ranks: int) -> list[str]:
     words = ["-m", "ddp_runner", "run", "--cpu", "-n", str(ranks), "-l", f"{folder}/logs"]
-    return [
-        sys.executable,
-        *words,
-        "-c",
-        f"{folder}/kept",
-        "save_every_steps=0",
-        LOOP,
-        "--attached",
-    ]
+    return [sys.executable, *words, "-c", f"{folder}/kept", LOOP, "--attached"]
 
 
 def pace_ms(*words: str, attached: bool) -> float:

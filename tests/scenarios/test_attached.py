@@ -237,6 +237,53 @@ def test_a_counter_that_is_not_kept_makes_a_repaired_run_inexact(tmp_path, words
     assert run.summary()["exact"] is False
 
 
+REMEMBERING = """
+import random
+import torch
+from torch.nn.functional import mse_loss
+import ddp_runner
+run = ddp_runner.attach()
+x = torch.randn(48, 8)
+data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+class InPlace(torch.utils.data.Sampler):
+    def __init__(self):
+        self.order = list(range(48))
+    def __len__(self):
+        return 48
+    def __iter__(self):
+        random.shuffle(self.order)
+        return iter(self.order)
+model = torch.nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+net = run.ddp(model)
+run.keep(model=model, optimizer=optimizer)
+loader = torch.utils.data.DataLoader(data, batch_size=8, sampler={sampler})
+phase = 1.0
+for xb, yb in run.steps(loader, max_steps=14):
+    if {changes} and run.step_number == 9:
+        phase = 0.3
+    with run.step():
+        (phase * mse_loss(net(xb), yb)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("sampler", "changes", "named"),
+    [("InPlace()", False, "`sampler.order`"), ("range(48)", True, "`phase` (remembers.py:25)")],
+    ids=["an order that is shuffled in place", "a variable that changes once"],
+)
+def test_what_a_replaced_rank_of_two_cannot_have_is_named(tmp_path, sampler, changes, named):
+    """Drills of that rank lack it, too: all agree, on other weights than those of a run without faults."""
+    own = tmp_path / "remembers.py"
+    own.write_text(REMEMBERING.format(sampler=sampler, changes=changes), encoding="utf-8")
+    with run_loop(tmp_path, loop=own, options=("--inject", "kill:rank=1,step=11")) as run:
+        assert run.wait() == 0, run.console
+    (reason,) = run.summary()["inexact_reasons"]
+    assert reason == f"{named}, which steps change, could not be kept over a repair"
+
+
 UNSEEDED = """
 import numpy as np
 import torch

@@ -279,6 +279,8 @@ MUTATIONS = (
         "self._began_again |= self._has_formed or self.committed_step > 0",
         "pass",
     ),
+    _break("pass-leaves-nothing", "self._left = self._between_passes.changed()", "pass"),
+    _break("looked-behind-a-repair", "or self._is_last_chance()", ""),
     _break(
         "built-as-a-rank-builds",
         "state.room = room_for_state(state.optimizer)",

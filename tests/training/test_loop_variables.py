@@ -493,3 +493,49 @@ def test_what_is_apart_is_not_looked_into():
     held.look()
     apart.count = 1
     assert held.look() == []
+
+
+def test_a_loop_over_a_generator_of_the_program_is_read(tmp_path):
+    """Many move their batches to a device in one."""
+    source = (
+        "def moved():\n    for batch in run.steps(loader):\n        yield batch\n"
+        "n = 0\nfor batch in moved():\n    n += 1\n    (net(batch) * n).sum().backward()"
+    )
+    assert names_found(tmp_path, source) == ["n"]
+    calm = source.replace("n += 1", "n = run.step_number")
+    (tmp_path / "calm").mkdir()
+    assert names_found(tmp_path / "calm", calm) == []
+
+
+def test_a_long_list_of_numbers_is_looked_at_whole(tmp_path):
+    source = (
+        "rates = [1.0] * 20_000\n"
+        + HEAD
+        + "rates[7] *= 0.5\n        (net(batch) * rates[7]).sum().backward()"
+    )
+    assert names_found(tmp_path, source) == ["rates"]
+
+
+def variables_behind(tmp_path, function):
+    """The names that are said of a program with a function that is called between steps."""
+    run = Loop()
+    functions = []
+    run.variables = LoopVariables(is_kept=lambda value: value is run, functions=lambda: functions)
+    path = tmp_path / "program.py"
+    head = BEGIN + textwrap.dedent(function)
+    path.write_text(
+        head + "\nfunctions.append(every)\n" + HEAD + "net(batch).sum().backward()\n    every()\n"
+    )
+    own = {"run": run, "functions": functions, "__name__": "program"}
+    exec(compile(path.read_text(), str(path), "exec"), own)
+    return [one.partition("`")[2].partition("`")[0] for one in run.found]
+
+
+def test_functions_between_steps_are_read_like_the_loop(tmp_path):
+    stopping = (
+        "bad = 0\ndef every():\n    global bad\n    bad += 1\n    if bad > 99:\n        run.stop()"
+    )
+    assert variables_behind(tmp_path, stopping) == ["bad"]
+    (tmp_path / "shown").mkdir()
+    shown = "bad = 0\ndef every():\n    global bad\n    bad += 1\n    print(bad)"
+    assert variables_behind(tmp_path / "shown", shown) == []

@@ -29,8 +29,9 @@ from ddp_runner.data.by_number import gives_by_number
 from ddp_runner.data.loader import Loader
 from ddp_runner.kernel.values.nested import PLAIN, SENT, rebuilt, tensors_in
 from ddp_runner.training.components.tensor_hash import combined, tensor_hash
+from ddp_runner.training.own_loop.data_watch import DataWatch, owners_of
 from ddp_runner.training.own_loop.misuse import misuse
-from ddp_runner.values.generators import seed_all, seed_offset, seed_step
+from ddp_runner.values.generators import seed_offset, seed_step
 
 _ELEMENTS_READ = 100_000  # of an array, about, spread over all of it
 _SAYS_AFTER_S = 1.0  # that it draws what is behind
@@ -238,6 +239,7 @@ class OwnBatches:
         self._held: list[Any] = []
         self._looks: list[int] = []
         self.waited_s = 0.0  # for the newest step
+        self.watch: DataWatch | None = None
 
     def take(self, step: int) -> list[Any]:
         """Give this rank's batches of ``step``: as many as are accumulated."""
@@ -292,6 +294,8 @@ class OwnBatches:
     def _begin(self, number: int) -> None:
         """A new pass over the batches."""
         self._begins()
+        if self.watch is not None:
+            self.watch.pass_ends()
         if self._drawn is not None and self._drawn is self._batches:
             raise misuse(
                 "an iterator gives its batches once: pass what it comes from, such as a DataLoader"
@@ -300,35 +304,27 @@ class OwnBatches:
         # Workers that are kept would go on with their own random numbers, where new ones begin fresh.
         if getattr(self._batches, "persistent_workers", False):
             self._batches._iterator = None  # type: ignore[attr-defined] # noqa: SLF001
-        for owner in (*self._owners(), getattr(self._batches, "dataset", None)):
+        owners = owners_of(self._batches)
+        for owner in owners.values():
             set_epoch = getattr(owner, "set_epoch", None)
             if callable(set_epoch):
                 set_epoch(number)
-        for generator in self._generators():
+        given = [getattr(owner, "generator", None) for owner in owners.values()]
+        for generator in {
+            id(one): one for one in given if isinstance(one, torch.Generator)
+        }.values():
             first = self._first_seeds.setdefault(id(generator), generator.initial_seed())
             seed_offset(generator, first=first, offset=number)
-        seed_all(self._seed + 1)
+        if self.watch is not None:
+            self.watch.pass_begins()
         seed_step(seed=self._seed, step=number, rank=self._rank, micro_step=_DRAWING)
         self._drawn = iter(self._batches)
         self._pass = number
 
-    def _owners(self) -> list[Any]:
-        """The loader and its samplers."""
-        batch_sampler = getattr(self._batches, "batch_sampler", None)
-        return [
-            self._batches,
-            getattr(self._batches, "sampler", None),
-            batch_sampler,
-            getattr(batch_sampler, "sampler", None),
-        ]
-
-    def _generators(self) -> list[torch.Generator]:
-        """Random generators that were handed to the loader or its samplers, each once."""
-        found = [getattr(owner, "generator", None) for owner in self._owners()]
-        return list({id(one): one for one in found if isinstance(one, torch.Generator)}.values())
-
     def _draw_next(self) -> list[Any]:
         """The batches of the next step. Raises BadInputError where the iterable ends before its time."""
+        if self.watch is not None:
+            self.watch.draws()
         # What is loaded in this process draws from the global generators.
         seed_step(seed=self._seed, step=self._next_step, rank=self._rank, micro_step=_DRAWING)
         self._alive()  # raises where this rank is to leave: nothing is drawn then
@@ -338,6 +334,8 @@ class OwnBatches:
             self._drawn = None  # nobody knows where it stands
             raise
         self._next_step += 1
+        if self.watch is not None:
+            self.watch.drawn()
         return found
 
     def _draw_one(self) -> Any:

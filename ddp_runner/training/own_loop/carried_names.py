@@ -7,7 +7,7 @@ print or a log. Runs nothing, and knows of values only what ``find`` says of a n
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 # Methods that put their arguments into their object.
@@ -70,16 +70,25 @@ def loop_at(tree: ast.AST, line: int) -> ast.For | ast.While | None:
 
 
 def carried_names(
-    loop: ast.For | ast.While, *, find: Callable[[str], Resolved]
+    loop: ast.For | ast.While,
+    *,
+    find: Callable[[str], Resolved],
+    behind: Mapping[str, Resolved] | None = None,
 ) -> dict[str, Carried]:
-    """The names that ``loop`` carries over its iterations and that train; ``find``: what a name is now."""
+    """The names that ``loop`` carries over its iterations and that train; ``find``: what a name is now.
+
+    ``behind``: functions, by name, that are called without arguments at the end of some iterations.
+    """
     reading = _Reading(find)
     written: set[str] = set()
     if isinstance(loop, ast.For):
         reading.take_head(loop, written)
     else:
         reading.reads(loop.test, written, _OWN)
-    reading.body(loop.body, written, _OWN, frozenset())
+    written = reading.body(loop.body, written, _OWN, frozenset())
+    for name, resolved in (behind or {}).items():
+        if resolved.function is not None:
+            reading.inline(name, resolved, ast.Call(ast.Name(name), [], []), set(written), _OWN)
     return reading.carried()
 
 
@@ -223,7 +232,7 @@ class _Reading:
         if resolved.is_foreign and _called(node) not in _NEUTRAL | _MUTATORS:
             self.sinks |= found
         if name and resolved.function is not None and self.inlined_count < _INLINED_MAX:
-            return found | self._inline(name, resolved, node, written, scope)
+            return found | self.inline(name, resolved, node, written, scope)
         if isinstance(node.func, ast.Attribute):
             owner = _dotted(node.func.value, scope)
             of = self.reads(node.func.value, written, scope)
@@ -232,7 +241,7 @@ class _Reading:
             return found | of
         return found | self.reads(node.func, written, scope)
 
-    def _inline(
+    def inline(
         self,
         name: str,
         resolved: Resolved,

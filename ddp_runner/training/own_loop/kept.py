@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ddp_runner.core.settings import Settings
 from ddp_runner.kernel.rules.election import EMPTY_STEP
 from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.kernel.values.nested import PLAIN, leaves_in
 from ddp_runner.training.components.layout import laid_out_as
 from ddp_runner.training.components.loss_monitor import LossMonitor
 from ddp_runner.training.components.loss_spikes import LossSpikes
@@ -23,6 +24,9 @@ from ddp_runner.training.exactness.values import kept_of
 from ddp_runner.training.local_state.local_state import LocalState
 from ddp_runner.training.state import DataState, Trained, TrainState, Watches
 from ddp_runner.training.workload import empty_quarantine
+from ddp_runner.values.object_graph import attributes_of, own_classes
+
+_NUMBERS = (bool, int, float)
 
 
 class KeptObjects:
@@ -77,6 +81,21 @@ class KeptObjects:
                         "",
                         "updates a parameter of a module that is not kept; keep that too",
                     )
+
+    def not_in_states(self) -> dict[str, Any]:
+        """Return the numbers, by name, that objects of the program's own classes have and their ``state_dict()`` lacks.
+
+        Nothing of an object whose state has numbers: its others may follow from these.
+        """
+        found: dict[str, Any] = {}
+        for name, one in self.others.items():
+            if not own_classes(one):
+                continue
+            leaves = [*leaves_in(one.state_dict(), PLAIN)]
+            if not any(type(leaf) in _NUMBERS for leaf in leaves):
+                held = attributes_of(one).items()
+                found |= {f"{name}.{key}": value for key, value in held if type(value) in _NUMBERS}
+        return found
 
 
 def _refuse_without_state(name: str, value: Any) -> None:

@@ -11,7 +11,7 @@ import inspect
 import linecache
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
@@ -24,28 +24,41 @@ from ddp_runner.training.exactness.traces import Trace
 from ddp_runner.training.exactness.values import kept_of
 from ddp_runner.training.own_loop.carried_names import Carried, Resolved, carried_names, loop_at
 from ddp_runner.training.own_loop.misuse import is_users
-from ddp_runner.values.object_graph import Closed, Reach, Walk, attributes_of, state_in
+from ddp_runner.values.object_graph import LEAVES, Closed, Reach, Walk, attributes_of, state_in
 
 _LOOKS_IN_A_ROW = 4  # then at every power of two: what changes now and then shows too
 _BYTES_MAX = 1 << 20  # of arrays that are compared whole
-_ENTRIES_MAX = 10_000
+ENTRIES_MAX = 10_000
+_NUMBERS_MAX = 1_000_000  # of numbers and texts alone
 _OBJECTS_MAX = 1_000  # in the values of one name
 _NOTHING = object()
-_Look = Callable[[Any], bool]  # whether a value is the one that was looked at, unchanged
+Look = Callable[[Any], bool]  # whether a value is the one that was looked at, unchanged
 
 
 _Functions = dict[tuple[str, int], ast.FunctionDef | ast.AsyncFunctionDef]  # by name and first line
 
 
 class LoopVariables:
-    """The variables of one process's loop. ``is_kept``: finds objects that are no variables."""
+    """The variables of one process's loop.
 
-    def __init__(self, *, is_kept: Callable[[Any], bool]) -> None:
+    ``is_kept``: finds objects that are no variables. ``functions``: gives those that are called between steps.
+    """
+
+    def __init__(
+        self,
+        *,
+        is_kept: Callable[[Any], bool],
+        functions: Callable[[], Iterable[Any]] = lambda: (),
+    ) -> None:
         self._is_kept = is_kept
+        self._between_steps = functions
+        self._around: LoopVariables | None = (
+            None  # of the loop that a generator gives the batches to
+        )
         self._boundaries = 0
         self._candidates: dict[str, Carried] | None = None
         self._cells: dict[str, Any] = {}  # what functions of the program have in their closures
-        self._looks: dict[str, _Look] = {}
+        self._looks: dict[str, Look] = {}
         self._file = ""
         self._functions: dict[str, _Functions] = {}  # of each file of the program that was read
 
@@ -57,10 +70,22 @@ class LoopVariables:
         self._boundaries += 1
         count = self._boundaries
         is_due = count <= _LOOKS_IN_A_ROW or not count & (count - 1)
-        return is_due and (self._candidates is None or bool(self._candidates) or or_if)
+        has_some = self._candidates is None or bool(self._candidates) or self._around is not None
+        return is_due and (has_some or or_if)
 
     def look(self, frame: FrameType) -> list[str]:
-        """The variables of the loop in ``frame`` that have changed since the last look, with their places."""
+        """The variables of the loop in ``frame`` that have changed since the last look, with their places.
+
+        If ``frame`` is that of a generator, whose caller has the loop, also those of that one.
+        """
+        found = self._look(frame)
+        if (around := _taker_of(frame)) is not None:
+            if self._around is None:
+                self._around = LoopVariables(is_kept=self._is_kept)
+            found += self._around.look(around)
+        return found
+
+    def _look(self, frame: FrameType) -> list[str]:
         names = _Names(frame, self._cells)
         if self._candidates is None:
             self._candidates = self._read(frame, names)
@@ -107,19 +132,24 @@ class LoopVariables:
                 return Resolved(is_fixed=True, is_kept=True)
             function = value.__func__ if isinstance(value, MethodType) else value
             if isinstance(function, FunctionType):
-                file = function.__code__.co_filename
-                if file != path:
-                    is_foreign = is_users(file)
-                    module = function.__module__ if is_foreign else ""
-                    found = self._source_of(function) if is_foreign else None
-                    return Resolved(
-                        is_fixed=True, function=found, is_foreign=is_foreign, module=module
-                    )
-                self._note_closure(function)
-                return Resolved(is_fixed=True, function=self._source_of(function))
+                return self._function(function, path)
             return Resolved(is_fixed=self._is_fixed(value))
 
-        return carried_names(loop, find=find)
+        functions = [one for one in self._between_steps() if isinstance(one, FunctionType)]
+        return carried_names(
+            loop, find=find, behind={one.__name__: self._function(one, path) for one in functions}
+        )
+
+    def _function(self, function: FunctionType, path: str) -> Resolved:
+        """Return what the reading of the loop in ``path`` needs to know about a function."""
+        file = function.__code__.co_filename
+        if file != path:
+            is_foreign = is_users(file)
+            module = function.__module__ if is_foreign else ""
+            found = self._source_of(function) if is_foreign else None
+            return Resolved(is_fixed=True, function=found, is_foreign=is_foreign, module=module)
+        self._note_closure(function)
+        return Resolved(is_fixed=True, function=self._source_of(function))
 
     def _source_of(self, function: FunctionType) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
         code: CodeType = function.__code__
@@ -137,7 +167,7 @@ class LoopVariables:
         ):
             self._cells.setdefault(name, cell)
 
-    def _look_of(self, value: Any, *, is_whole: bool) -> _Look:
+    def _look_of(self, value: Any, *, is_whole: bool) -> Look:
         """Enough of a value to see whether it has changed: much data is not copied."""
         if not is_whole:
             return _same(value)
@@ -145,7 +175,7 @@ class LoopVariables:
             return self._modules_look(value)
         return _whole(value, skipped=self._is_kept)
 
-    def _modules_look(self, module: nn.Module) -> _Look:
+    def _modules_look(self, module: nn.Module) -> Look:
         """Return a comparison by torch's change counters; kept tensors, as in a compiled module, do not count."""
 
         def counts() -> list[int]:
@@ -172,23 +202,32 @@ class HeldValues:
     ) -> None:
         self._values = values
         self._is_apart = is_apart
-        self._looks: dict[str, dict[str, _Look]] = {}  # of a name, by the path of each part
+        self._looks: dict[str, dict[str, Look]] = {}  # of a name, by the path of each part
         self._found: set[str] = set()
 
     def look(self) -> list[str]:
         """Return the names whose values, or parts of them, have changed since the last look; each once."""
+        found = self.changed()
+        self.forget(found)
+        return [f"`{name}`" for name in found]
+
+    def changed(self) -> list[str]:
+        """Return the same, bare; a name is there again when it changes again."""
         found = []
         for name, value in self._values().items():
             if name in self._found or self._is_apart(value):
                 continue
             before, parts = self._looks.get(name, {}), dict(self._parts(value))
             if any(path in before and not before[path](one) for path, one in parts.items()):
-                found.append(f"`{name}`")
-                self._found.add(name)
-                self._looks.pop(name)
-            else:
-                self._looks[name] = {path: self._look_of(one) for path, one in parts.items()}
+                found.append(name)
+            self._looks[name] = {path: self._look_of(one) for path, one in parts.items()}
         return found
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Look at these no more."""
+        for name in names:
+            self._found.add(name)
+            self._looks.pop(name, None)
 
     def _parts(self, value: Any) -> Iterator[tuple[str, Any]]:
         """Yield ``value`` and what its objects hold, by path; one that is not looked into as :class:`Closed`."""
@@ -213,7 +252,7 @@ class HeldValues:
             if not isinstance(one, (type, FunctionType)) and not self._is_apart(one)
         ]
 
-    def _look_of(self, value: Any) -> _Look:
+    def _look_of(self, value: Any) -> Look:
         if isinstance(value, Closed):
             trace = Trace(value.value)
             return lambda now: isinstance(now, Closed) and trace.is_of(now.value, whole=True)
@@ -258,6 +297,16 @@ class _Names:
         return module if isinstance(file, str) and is_users(file) else _NOTHING
 
 
+def _taker_of(frame: FrameType) -> FrameType | None:
+    """Return the frame of the program that takes what the generator in ``frame`` yields; None if it is no generator."""
+    if not frame.f_code.co_flags & inspect.CO_GENERATOR:
+        return None
+    taker = frame.f_back
+    while taker is not None and not is_users(taker.f_code.co_filename):
+        taker = taker.f_back
+    return taker
+
+
 def _functions_in(tree: ast.AST) -> _Functions:
     return {
         (one.name, min([one.lineno, *(d.lineno for d in one.decorator_list)])): one
@@ -282,21 +331,25 @@ def _attribute(value: Any, name: str) -> Any:
     return _NOTHING if isinstance(found, (property, staticmethod, classmethod)) else found
 
 
-def _same(value: Any) -> _Look:
+def _same(value: Any) -> Look:
     return lambda now: now is value
 
 
-def _whole(value: Any, *, skipped: Callable[[Any], bool]) -> _Look:
+def _whole(value: Any, *, skipped: Callable[[Any], bool]) -> Look:
     if isinstance(value, np.ndarray) and value.nbytes > _BYTES_MAX:
         return _sampled(value)
-    if isinstance(value, (list, tuple, dict, set)) and _entries(value) > _ENTRIES_MAX:
+    if isinstance(value, (list, tuple)) and ENTRIES_MAX < len(value) <= _NUMBERS_MAX:
+        copied = tuple(value)
+        if set(map(type, copied)) <= LEAVES:
+            return lambda now: type(now) is type(value) and tuple(now) == copied
+    if isinstance(value, (list, tuple, dict, set)) and _entries(value) > ENTRIES_MAX:
         size = len(value)
         return lambda now: now is value and len(value) == size
     return kept_of(value, with_contents=False, skipped=skipped).is_in
 
 
-def _sampled(value: np.ndarray[Any, Any]) -> _Look:
-    every = math.ceil(value.size / _ENTRIES_MAX)
+def _sampled(value: np.ndarray[Any, Any]) -> Look:
+    every = math.ceil(value.size / ENTRIES_MAX)
     before = value.reshape(-1)[::every].tobytes()
     return lambda now: now is value and value.reshape(-1)[::every].tobytes() == before
 
@@ -307,7 +360,7 @@ def _entries(value: Any, depth: int = 4) -> int:
         return value.size
     if not isinstance(value, (list, tuple, dict, set)):
         return 1
-    if not depth or len(value) > _ENTRIES_MAX:
+    if not depth or len(value) > ENTRIES_MAX:
         return len(value)
     inner = value.values() if isinstance(value, dict) else value
     return 1 + sum(_entries(one, depth - 1) for one in inner)

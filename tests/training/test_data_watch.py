@@ -1,0 +1,173 @@
+"""What a loop's own dataset, sampler or collate function remembers, and a replaced rank would lack, is named."""
+
+from __future__ import annotations
+
+import io
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
+
+from ddp_runner.training.own_loop.batches import GivenBatches, OwnBatches, length_of
+from ddp_runner.training.own_loop.data_watch import DataWatch
+
+SAMPLES, BATCH = 8, 2
+PER_PASS = SAMPLES // BATCH
+
+
+class Samples(Dataset):
+    def __init__(self):
+        self.rng = np.random.default_rng(0)
+        self.scale, self.count, self.cache, self.slots, self.file = (
+            1.0,
+            0,
+            {},
+            [None] * SAMPLES,
+            None,
+        )
+
+    def __len__(self):
+        return SAMPLES
+
+    def __getitem__(self, index):
+        return torch.tensor(float(index)) * self.scale
+
+
+class Counting(Samples):
+    def __getitem__(self, index):
+        self.count += 1
+        return super().__getitem__(index)
+
+
+class Drawing(Samples):
+    def __getitem__(self, index):
+        return super().__getitem__(index) + self.rng.normal()
+
+
+class Caching(Samples):
+    """Reads a file that it opens late, and keeps what it has loaded."""
+
+    def __getitem__(self, index):
+        if self.file is None:
+            self.file = io.StringIO()
+        self.file.write("x")
+        if index not in self.cache:
+            self.slots[index] = self.cache[index] = super().__getitem__(index)
+        return self.cache[index]
+
+
+class InPlace(Sampler):
+    def __init__(self, length=SAMPLES):
+        self.order = list(range(length))
+
+    def __len__(self):
+        return SAMPLES
+
+    def __iter__(self):
+        random.shuffle(self.order)
+        return iter([one % SAMPLES for one in self.order[:SAMPLES]])
+
+
+class OfEpoch(InPlace):
+    """Makes its order of the epoch, as DistributedSampler does."""
+
+    def set_epoch(self, epoch):
+        self.epoch, self.order = epoch, list(range(SAMPLES))
+
+
+class Stream(IterableDataset):
+    def __init__(self):
+        self.items = [torch.tensor(float(one)) for one in range(SAMPLES)]
+
+    def __iter__(self):
+        random.shuffle(self.items)
+        return iter(self.items)
+
+
+class CountingCollate:
+    def __init__(self):
+        self.n = 0
+
+    def __call__(self, items):
+        self.n += 1
+        return torch.stack(items) * self.n
+
+
+class OwnLoader:
+    def __init__(self):
+        self.passes = 0
+
+    def __len__(self):
+        return PER_PASS
+
+    def __iter__(self):
+        self.passes += 1
+        return iter(torch.ones(PER_PASS) * self.passes)
+
+
+def loader(dataset=None, **how):
+    return DataLoader(dataset or Samples(), batch_size=BATCH, **how)
+
+
+def names_in(batches, *, passes=3, between=lambda step: None):
+    """What is named over so many passes; ``between`` stands for the loop's body."""
+    found = []
+    length = length_of(batches, accumulate=1, max_steps=passes * PER_PASS, epochs=0)
+    given = GivenBatches(batches=batches, length=length, accumulate=1)
+    own = OwnBatches(
+        given, seed=0, rank=0, say=lambda _: None, warn=lambda _: None, alive=lambda: None
+    )
+    own.watch = DataWatch(batches, is_kept=lambda _: False, note=found.extend)
+    for step in range(length.total_steps):
+        own.take(step)
+        between(step)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: loader(Counting()), "`dataset.count`"),
+        (lambda: loader(Drawing()), "`dataset.rng`"),
+        (lambda: loader(sampler=InPlace()), "`sampler.order`"),
+        (lambda: loader(sampler=InPlace(50_000)), "`sampler.order`"),
+        (lambda: DataLoader(Stream(), batch_size=BATCH), "`dataset.items`"),
+        (lambda: loader(collate_fn=CountingCollate()), "`collate_fn.n`"),
+        (OwnLoader, "`batches.passes`"),
+    ],
+)
+def test_what_a_pass_leaves_behind_is_named(make, name):
+    assert names_in(make()) == [name]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        loader,
+        lambda: loader(Caching()),
+        lambda: loader(shuffle=True),
+        lambda: loader(shuffle=True, generator=torch.Generator()),
+        lambda: loader(sampler=DistributedSampler(Samples(), 2, 0)),
+        lambda: loader(sampler=OfEpoch()),
+        lambda: loader(Counting(), num_workers=1),
+        lambda: [torch.ones(2)] * PER_PASS,
+    ],
+)
+def test_data_without_a_memory_is_not_named(make):
+    assert names_in(make()) == []
+
+
+@pytest.mark.parametrize("at", [PER_PASS - 1, 1])
+def test_what_the_loop_changes_in_its_data_is_named(at):
+    """Also within a pass: a replacement draws that again without the change."""
+    data = Samples()
+    found = []
+
+    def body(step):
+        if step == at:
+            data.scale *= 0.5
+        found.append(step)
+
+    assert names_in(loader(data), passes=2, between=body) == ["`dataset.scale`"]
