@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (default: this process's); the exit code."""
     if argv is None:  # as `ddp-runner` or `python -m ddp_runner`, not by start.py
-        start.ignore_save_requests()
         start.leave_script_folder()
         start.open_standard_streams()
+        start.answer_signals_of_a_run()
     words = list(sys.argv[1:] if argv is None else argv)
     is_this_process = words == sys.argv[1:]
     if is_this_process:

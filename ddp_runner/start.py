@@ -17,7 +17,8 @@ IMPORTED_BY_PYTHON = frozenset(getattr(sys.modules["__main__"], "IMPORTED_BY_PYT
 if __name__ == "__main__" and not getattr(sys.flags, "safe_path", False):
     del sys.path[0]  # this file's folder
 
-import os  # noqa: E402 - the path had to be clean
+import faulthandler  # noqa: E402 - the path had to be clean
+import os  # noqa: E402
 import signal  # noqa: E402
 
 _PACKAGE = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 - pathlib takes 5 ms
@@ -31,6 +32,7 @@ LAUNCHED_VARIABLE = "DDP_RUNNER_LAUNCHED"
 # Before what a zygote is to import that is started ahead; the rest is sent later.
 ZYGOTE_AHEAD = "ahead:"
 _INTERRUPTED = 130
+STACKS_SIGNAL = signal.SIGRTMIN  # nobody sends it to all processes of a run
 # How a person starts us: what stands beside the package in a checkout is not installed with it.
 _SCRIPT = "launch_training.sh"
 IS_CHECKOUT = os.path.isfile(os.path.join(PACKAGE_PARENT, _SCRIPT))  # noqa: PTH113, PTH118
@@ -139,10 +141,23 @@ def read_names_as_utf8() -> None:
         os.execv(sys.executable, sys.orig_argv)  # noqa: S606 - ourselves
 
 
-def ignore_save_requests() -> None:
-    """Let SIGUSR2, which asks a run for a checkpoint, do nothing until there is a run."""
+def write_stacks_when_asked(descriptor: int = 2) -> None:
+    """Have this process, and its forks, write the stacks of all threads to ``descriptor`` at each STACKS_SIGNAL.
+
+    Also while the interpreter waits or another thread holds it. For a process that hangs: threads that continue
+    meanwhile may crash it (CPython issue 116008).
+    """
+    faulthandler.register(STACKS_SIGNAL, file=descriptor, all_threads=True)
+
+
+def answer_signals_of_a_run() -> None:
+    """Let no signal that a run answers end this process before there is a run.
+
+    SIGUSR2, which asks for a checkpoint, does nothing until then.
+    """
     if signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL:
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    write_stacks_when_asked()
 
 
 def _answer_interrupts() -> None:
@@ -165,8 +180,8 @@ def interrupts_raise() -> None:
 
 
 def _main() -> int:
-    ignore_save_requests()
     open_standard_streams()
+    answer_signals_of_a_run()
     _answer_interrupts()
     clean_search_path()
     from importlib import import_module  # noqa: PLC0415 - the path had to be clean

@@ -23,7 +23,7 @@ from ddp_runner.kernel.parent.loop import Loop
 from ddp_runner.kernel.parent.supervisor import Supervisor
 from ddp_runner.kernel.processes.children import Ended, make_output_file
 from ddp_runner.kernel.processes.memory_limits import KernelKills
-from ddp_runner.kernel.processes.node import STACKS_SIGNAL, Node
+from ddp_runner.kernel.processes.node import Node
 from ddp_runner.kernel.rules.exits import StopReason
 from ddp_runner.kernel.rules.faults import Fault, FaultKind
 from ddp_runner.kernel.rules.phases import Phase
@@ -56,6 +56,7 @@ from ddp_runner.kernel.wire.messages import (
     Stop,
     StoreReady,
 )
+from ddp_runner.start import STACKS_SIGNAL
 from ddp_runner.supervisor.assembly import assembled
 from ddp_runner.supervisor.node_plans import node_plan
 from ddp_runner.supervisor.reporting.run_screen import run_summary

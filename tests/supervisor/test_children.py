@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from ddp_runner import start
 from ddp_runner.kernel.processes.children import (
     OUTPUT_SHOWN_BYTES,
     end_descendants,
@@ -26,7 +27,7 @@ from ddp_runner.kernel.processes.children import (
     signal_main_thread,
 )
 from ddp_runner.kernel.system import parent_death
-from ddp_runner.kernel.system.proc_state import STACKS_SIGNAL
+from ddp_runner.start import STACKS_SIGNAL
 from tests.processes import poll, run_ranks
 
 
@@ -264,24 +265,32 @@ import select, sys
 from ddp_runner.kernel.parent.signal_box import SignalBox
 def hang():
     print("hangs", flush=True)
-    sys.stdin.read()
-box = SignalBox()
-with box.installed():
+    sys.stdin.readline()
+def main(words):
     hang()
-    select.select([box], [], [])
-    print(box.take())
+    box = SignalBox()
+    with box.installed():
+        hang()
+        select.select([box], [], [])
+        print(box.take())
+    return 0
 """
 
 
-def test_a_supervisor_that_hangs_writes_where_when_asked():
-    """To its standard error; it continues, and a stop signal still reaches its loop."""
-    command = [sys.executable, "-c", HANGS]
+def test_a_supervisor_that_hangs_writes_where_when_asked(tmp_path):
+    """To its standard error, before it supervises too; it continues, and a stop signal still reaches its loop."""
+    (tmp_path / "hangs.py").write_text(HANGS)
+    command = [sys.executable, start.__file__, "hangs"]
+    where = {**os.environ, "PYTHONPATH": str(tmp_path)}
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    with subprocess.Popen(command, text=True, **pipes) as process:
-        assert process.stdout.readline() == "hangs\n"
-        process.send_signal(STACKS_SIGNAL)
-        stacks = [process.stderr.readline() for _ in range(3)]
-        assert stacks[1].endswith(" in hang\n")
+    with subprocess.Popen(command, text=True, env=where, **pipes) as process:
+        for _ in range(2):
+            assert process.stdout.readline() == "hangs\n"
+            process.send_signal(STACKS_SIGNAL)
+            while not (line := process.stderr.readline()).endswith(" in hang\n"):
+                assert line
+            process.stdin.write("\n")
+            process.stdin.flush()
         process.send_signal(signal.SIGTERM)
         said, _ = process.communicate()
     assert (said, process.returncode) == (f"[{int(signal.SIGTERM)}]\n", 0)

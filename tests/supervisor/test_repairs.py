@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ddp_runner.kernel.rules.lifecycle import RankState
-from ddp_runner.kernel.system.proc_state import STACKS_SIGNAL
+from ddp_runner.start import STACKS_SIGNAL
 from tests.supervisor.judging import assert_done, lost, plans
 from tests.supervisor.simulated import EXIT_S, STEP_S
 

@@ -55,7 +55,7 @@ from ddp_runner.data.workers.transport import (
     connect,
 )
 from ddp_runner.kernel.system import parent_death
-from ddp_runner.kernel.system.proc_state import STACKS_SIGNAL, write_stacks_when_asked
+from ddp_runner.start import STACKS_SIGNAL, write_stacks_when_asked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

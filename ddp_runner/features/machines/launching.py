@@ -456,11 +456,17 @@ def _means_loopback(host: str) -> bool:
 def _with_local_address(options: NodeOptions) -> NodeOptions:
     """Return the options with a numeric address of this machine in place of its name. Raises BadInputError."""
     name = options.local_addr
-    if not name or interface_of(name):
+    if not name:
         return options
-    patience_s = min(_NAMED_S, options.join_timeout_s)
+    # Of all names only its own may be known to a machine later than others know it.
+    is_own = _first_label(name) == _first_label(socket.gethostname())
+    patience_s = min(_NAMED_S, options.join_timeout_s) * is_own
     address = local_address(name, options.host, options.port, patience_s=patience_s)
-    return replace(options, local_addr=address, local_name=name)
+    return replace(options, local_addr=address, local_name="" if name == address else name)
+
+
+def _first_label(name: str) -> str:
+    return name.partition(".")[0].lower()
 
 
 def local_address(name: str, host: str, port: int, *, patience_s: float) -> str:
@@ -469,17 +475,16 @@ def local_address(name: str, host: str, port: int, *, patience_s: float) -> str:
     address = next((one for one in found if interface_of(one)), "")
     if not address:
         raise BadInputError("--local-addr", name, "is no address of this machine")
-    if is_loopback(address) and not (_means_loopback(name) or _means_loopback(host)):
-        expected = (
-            f"is {address} here, which no other machine reaches: give an address that they do"
-        )
+    if is_loopback(address) and not _means_loopback(host):
+        at = "" if name == address else f"{address} here, "
+        expected = f"is {at}an address of this machine alone: give one that the others reach"
         raise BadInputError("--local-addr", name, expected)
     return address
 
 
 def _resolved(option: str, host: str, port: int, *, patience_s: float) -> list[str]:
     """The addresses of a name that ``option`` has, which may not be known yet, loopback last. Raises BadInputError."""
-    give_up_s = time.monotonic() + patience_s
+    give_up_s, has_said = time.monotonic() + patience_s, False
     while True:
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -488,6 +493,10 @@ def _resolved(option: str, host: str, port: int, *, patience_s: float) -> list[s
             if time.monotonic() >= give_up_s or isinstance(error, UnicodeError):
                 expected = f"is no name that this machine can resolve: {error}"
                 raise BadInputError(option, host, expected) from error
+        if not has_said:
+            has_said = True
+            waiting = f"{option}={host}: waiting up to {patience_s:.0f} s for this name to be known"
+            print(waiting, flush=True)
         time.sleep(_LOOK_AGAIN_S)
 
 

@@ -97,7 +97,7 @@ def _checks(asked: Asked, token: bytes) -> Iterator[Check]:
 def check_interface(asked: Asked) -> Check:
     """Check which address of this machine leads to the endpoint, and on which interface it is."""
     address, cure = asked.local_addr, "check name and network, or give --local-addr"
-    if address and not interface_of(address):
+    if address:
         try:
             address = local_address(address, asked.host, asked.port, patience_s=0.0)
         except BadInputError as error:

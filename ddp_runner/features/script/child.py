@@ -36,7 +36,6 @@ from ddp_runner.kernel.step.failure import fault_of
 from ddp_runner.kernel.system import parent_death
 from ddp_runner.kernel.system.control_channel import Channel, ChannelClosedError
 from ddp_runner.kernel.system.interfaces import interface_of, interface_to
-from ddp_runner.kernel.system.proc_state import write_stacks_when_asked
 from ddp_runner.kernel.system.run_files import left_over, temporary_path, writer_of
 from ddp_runner.kernel.wire.board import Board, Cell, Slot
 from ddp_runner.kernel.wire.events import Faulted, RankFormed
@@ -56,6 +55,7 @@ from ddp_runner.kernel.wire.packets import built
 from ddp_runner.observe.files import ends_torn
 from ddp_runner.observe.logger import HELD_BACK, format_record
 from ddp_runner.rank.main_program import run_as_main
+from ddp_runner.start import write_stacks_when_asked
 from ddp_runner.system.heartbeat import count_heartbeats
 
 _IMPORTED_AHEAD = (

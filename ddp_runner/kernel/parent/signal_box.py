@@ -10,7 +10,6 @@ from types import FrameType
 
 from ddp_runner.kernel.rules.exits import StopReason
 from ddp_runner.kernel.rules.stopping import StopSignal
-from ddp_runner.kernel.system.proc_state import write_stacks_when_asked
 
 STOP_SIGNALS = {
     signal.SIGINT: StopReason.INTERRUPTED,
@@ -41,10 +40,8 @@ class SignalBox:
         """Catch our signals for the length of the block. An ignored SIGHUP (nohup) stays ignored.
 
         Afterwards those that stop a run do nothing: it has ended, and one that is repeated would end
-        this process before it has given its exit code. Asked for its stacks, the process writes them to its standard
-        error at any time.
+        this process before it has given its exit code.
         """
-        write_stacks_when_asked()
         wakeup_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         number: int
         for number in (*STOP_SIGNALS, SAVE_SIGNAL, signal.SIGQUIT, signal.SIGCHLD):

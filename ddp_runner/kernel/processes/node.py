@@ -36,7 +36,7 @@ from ddp_runner.kernel.processes.resources import (
 from ddp_runner.kernel.rules.helper_roles import STANDBY, STORE, Role
 from ddp_runner.kernel.system.clock import Clock
 from ddp_runner.kernel.system.control_channel import Channel, ChannelClosedError
-from ddp_runner.kernel.system.proc_state import STACKS_SIGNAL, StoppedWatch
+from ddp_runner.kernel.system.proc_state import StoppedWatch
 from ddp_runner.kernel.wire.board import Cell, Slot
 from ddp_runner.kernel.wire.fork_specs import (
     ForkKind,
@@ -57,6 +57,7 @@ from ddp_runner.kernel.wire.messages import (
     SaveAlone,
     encode,
 )
+from ddp_runner.start import STACKS_SIGNAL
 
 FIRST_LOGS = 0  # the number of the first coordinator's machine
 

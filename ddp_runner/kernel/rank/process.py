@@ -24,11 +24,11 @@ from ddp_runner.kernel.system import parent_death
 from ddp_runner.kernel.system.control_channel import Channel
 from ddp_runner.kernel.system.folder_owner import FolderOwner
 from ddp_runner.kernel.system.interfaces import interface_of, interface_to
-from ddp_runner.kernel.system.proc_state import write_stacks_when_asked
 from ddp_runner.kernel.wire.board import Board, Cell, Slot
 from ddp_runner.kernel.wire.events import Faulted
 from ddp_runner.kernel.wire.fork_specs import RankSpec, Surroundings
 from ddp_runner.kernel.wire.messages import Fork
+from ddp_runner.start import write_stacks_when_asked
 
 
 def become(request: Fork, output: int, *, log: Path) -> StartupOutput:

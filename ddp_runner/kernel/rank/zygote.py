@@ -25,7 +25,6 @@ from ddp_runner import start
 from ddp_runner.kernel.rank.signals import leave_stops_to_supervisor, release_stops, stops_held
 from ddp_runner.kernel.system import parent_death
 from ddp_runner.kernel.system.control_channel import Channel, ChannelClosedError
-from ddp_runner.kernel.system.proc_state import write_stacks_when_asked
 from ddp_runner.kernel.wire.events import ZygoteReady
 from ddp_runner.kernel.wire.fork_specs import PROGRAMS, ForkKind, ImportsSpec
 from ddp_runner.kernel.wire.messages import NO_PROCESS, Fork, Forked
@@ -229,7 +228,7 @@ def main(arguments: list[str]) -> int:
     parent_death.set_process_name("ddp:zygote")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     leave_stops_to_supervisor()
-    write_stacks_when_asked()  # a user's module may import for ever
+    start.write_stacks_when_asked()  # a user's module may import for ever
     channel = Channel.from_descriptor(descriptor)
     wanted, left_out = arguments[2], arguments[3:]
     environment = dict(os.environ)  # before anybody's import changes it

@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-import faulthandler
 import os
-import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 
-STACKS_SIGNAL = signal.SIGRTMIN  # nobody sends it to all processes of a run
 _STAT_BYTES_MAX = 4096  # 52 numbers and a short name
 _BLINK_S = 1.0  # between two looks: this process may have been stopped with the others
-
-
-def write_stacks_when_asked(descriptor: int = 2) -> None:
-    """Have this process, and its forks, write the stacks of all threads to ``descriptor`` at each STACKS_SIGNAL.
-
-    Also while the interpreter waits or another thread holds it. For a process that hangs: threads that continue
-    meanwhile may crash it (CPython issue 116008).
-    """
-    faulthandler.register(STACKS_SIGNAL, file=descriptor, all_threads=True)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -106,13 +106,23 @@ def test_a_given_local_address_is_listened_at_alone(resolves, capsys):
     assert not capsys.readouterr().out
 
 
-def test_a_local_address_may_be_a_name(late_name):
-    """This machine is bound to an address of it, and the others look the name up."""
+def test_a_local_address_may_be_a_name(late_name, monkeypatch, capsys):
+    """This machine waits for its own name and is bound to its address; the others look the name up."""
+    monkeypatch.setattr(launching.socket, "gethostname", lambda: "train-0")
     alone = replace(_options(local_addr="train-0.train"), host="localhost")
     options = launching._with_local_address(alone)
     assert (options.local_addr, options.local_name) == ("127.0.0.1", "train-0.train")
+    said = "--local-addr=train-0.train: waiting up to 60 s for this name to be known\n"
+    assert capsys.readouterr().out == said
     for given in ("", "127.0.0.1"):
-        assert launching._with_local_address(_options(local_addr=given)).local_name == ""
+        assert launching._with_local_address(replace(alone, local_addr=given)).local_name == ""
+
+
+def test_a_local_name_that_is_not_this_machines_is_refused_at_once(late_name):
+    """It is misspelled: what others are called, this machine need not wait for."""
+    with pytest.raises(BadInputError, match="--local-addr=nosuch: is no name that this machine"):
+        launching._with_local_address(_options(local_addr="nosuch"))
+    assert len(late_name) == 1
 
 
 def test_a_local_address_of_another_machine_is_refused():
@@ -121,13 +131,21 @@ def test_a_local_address_of_another_machine_is_refused():
         launching._with_local_address(_options(local_addr="192.0.2.7"))
 
 
-def test_a_local_name_that_no_other_machine_reaches_is_refused(late_name):
-    """As Debian's /etc/hosts has a machine's own name; control: a name that means this machine alone."""
-    with pytest.raises(
-        BadInputError, match=r"--local-addr=vm: is 127\.0\.0\.1 here, which no other"
-    ):
-        launching._with_local_address(_options(local_addr="vm"))
-    assert launching._with_local_address(_options(local_addr="localhost")).local_addr
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("vm", r"vm: is 127\.0\.0\.1 here, an address of this machine alone"),
+        ("localhost", r"localhost: is 127\.0\.0\.1 here, an address of this machine alone"),
+        ("127.0.0.1", r"127\.0\.0\.1: is an address of this machine alone"),
+    ],
+)
+def test_a_local_name_that_no_other_machine_reaches_is_refused(resolves, given, says):
+    """As Debian's /etc/hosts has a machine's own name; control: an endpoint of this machine alone."""
+    resolves("127.0.0.1")
+    with pytest.raises(BadInputError, match=f"--local-addr={says}"):
+        launching._with_local_address(_options(local_addr=given))
+    alone = replace(_options(local_addr=given), host="localhost")
+    assert launching._with_local_address(alone).local_addr == "127.0.0.1"
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.1.1", "localhost", "localhost.localdomain"])
