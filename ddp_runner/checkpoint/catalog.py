@@ -29,6 +29,7 @@ from ddp_runner.checkpoint.manifest import (
     stage_name,
     step_of,
 )
+from ddp_runner.config.ways_on import resume_as_given
 from ddp_runner.kernel.rules.classify import lacks_memory
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.system.disk import Disk, RealDisk
@@ -350,9 +351,13 @@ class Catalog:
         try:
             entries = checkpoints_at(path)
         except (NoCheckpointError, OSError) as error:
-            raise BadInputError("--resume", path, f"{reason_of(error)}; {expected}") from error
+            raise BadInputError(
+                *resume_as_given(str(path)), f"{reason_of(error)}; {expected}"
+            ) from error
         if not entries:
-            raise BadInputError("--resume", path, f"is not named like a checkpoint; {expected}")
+            raise BadInputError(
+                *resume_as_given(str(path)), f"is not named like a checkpoint; {expected}"
+            )
         return entries
 
 

@@ -29,6 +29,7 @@ from ddp_runner.checkpoint.weights import (
     load_weights,
     read_archive,
 )
+from ddp_runner.config.ways_on import resume_as_given, words_of
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.faults import Fault, FaultError, FaultKind
 from ddp_runner.kernel.system.disk import Disk, RealDisk
@@ -359,12 +360,12 @@ class CheckpointStore:
             return None
         listed = "; ".join(f"{path}: {reason}" for path, reason in rejected)
         if which not in WORDS:
-            raise BadInputError("--resume", which, f"does not verify: {listed}")
+            raise BadInputError(*resume_as_given(which), f"does not verify: {listed}")
         raise FaultError(
             _fault(
                 FaultKind.CHECKPOINT_BAD,
-                f"no checkpoint in {self.directory} can be loaded; --resume none sets them aside"
-                f" and starts fresh ({listed})",
+                f"no checkpoint in {self.directory} can be loaded; {words_of(resume='none')} sets them"
+                f" aside and starts fresh ({listed})",
                 step=candidates[0].step,
             )
         )

@@ -5,6 +5,7 @@ Everything that can be wrong with it is found here, before any process starts.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -14,6 +15,7 @@ from pathlib import Path
 from socket import gethostname
 from typing import TYPE_CHECKING
 
+from ddp_runner.checkpoint.catalog import Catalog
 from ddp_runner.cli.extras import page_missing, refuse_missing
 from ddp_runner.cli.hardware.devices import choose, find_gpus, placed, plan_devices, with_shares
 from ddp_runner.cli.hardware.machine import core_count, share_of_cores
@@ -30,6 +32,7 @@ from ddp_runner.config import (
     resume_key,
 )
 from ddp_runner.config.foreign_values import machines_said
+from ddp_runner.config.ways_on import no_checkpoint
 from ddp_runner.core.batch_sizes import refuse_wrong_parts
 from ddp_runner.core.injection import InjectKind, parse_injection, refuse_of_tasks
 from ddp_runner.core.launch_plan import (
@@ -190,6 +193,10 @@ class Settled:
         choice = places.choice
         stages, notes = checked(resolved if choice is None else in_mode(resolved, choice))
         settings = at_its_begin(stages)
+        if (
+            starter.several is None and not starter.is_rank
+        ):  # else another machine's folder may count
+            _refuse_no_checkpoint(settings)
         for one in stages:
             _refuse_lacking(one)
         refuse_missing(settings, environment)
@@ -262,6 +269,14 @@ def plan_launch(
             *settled.share_notes,
         ),
     )
+
+
+def _refuse_no_checkpoint(settings: Settings) -> None:
+    """Raise BadInputError where a checkpoint is asked for by a word, and the folder has none."""
+    folder, resume = Path(settings.run.checkpoint_dir), settings.run.resume
+    with contextlib.suppress(OSError):  # which the claim of the folder says
+        if resume in ("last", "best") and not Catalog(folder).entries():
+            raise no_checkpoint(resume, folder)
 
 
 def _refuse_what_never_comes(

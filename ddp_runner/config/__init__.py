@@ -38,7 +38,14 @@ from ddp_runner.config.relations import (
 )
 from ddp_runner.config.sources import home_files, preset_file
 from ddp_runner.config.usual import is_usual, unread_warning
-from ddp_runner.config.ways_on import own_folder, ways_on, ways_on_with_data, words_of
+from ddp_runner.config.ways_on import (
+    no_checkpoint,
+    own_folder,
+    resume_as_given,
+    ways_on,
+    ways_on_with_data,
+    words_of,
+)
 
 __all__ = [
     "PRESETS",
@@ -58,6 +65,7 @@ __all__ = [
     "init_from_path",
     "is_described",
     "is_usual",
+    "no_checkpoint",
     "origins_of",
     "own_folder",
     "preset_file",
@@ -68,6 +76,7 @@ __all__ = [
     "refuse_untrue",
     "refuse_without_supervisor",
     "resolve",
+    "resume_as_given",
     "resume_key",
     "stage_digest",
     "task_resume_key",

@@ -357,6 +357,8 @@ def unwritable_reason(folder: Path) -> str:
         # Root passes every permission check, also on a file system that is mounted read-only.
         if os.statvfs(existing).f_flag & os.ST_RDONLY:
             reason = f"must be writable, but {existing} is on a read-only file system"
+        elif existing.stat().st_dev in _devices_of_kernel():
+            reason = f"must be writable, but {existing} is on a file system of the kernel"
         elif not os.access(existing, os.W_OK | os.X_OK):
             reason = f"must be writable, but {existing} is not"
         elif any(len(os.fsencode(name)) > longest for name in names):
@@ -364,6 +366,10 @@ def unwritable_reason(folder: Path) -> str:
     except OSError as error:
         reason = f"must be a folder that can be written: {error.strerror}"
     return reason
+
+
+def _devices_of_kernel() -> list[int]:
+    return [os.stat(place).st_dev for place in ("/proc", "/sys") if os.path.ismount(place)]  # noqa: PTH116 - strings
 
 
 def _input_problems(settings: Settings) -> list[BadInputError]:

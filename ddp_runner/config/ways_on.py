@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from ddp_runner import start
 from ddp_runner.config.identity import GLOBAL_BATCH, is_described, is_sealed
 from ddp_runner.core.settings.whole_run import CHECKPOINTS, LOGS
+from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.secrets import is_secret
 
 if TYPE_CHECKING:
@@ -78,6 +79,23 @@ def words_of(**values: object) -> str:
     return " ".join(
         f"{option} {text}" if option else f"{key}={text}" for option, key, text in options
     )
+
+
+def resume_as_given(resume: str) -> tuple[str, str]:
+    """Return the name and the value of ``run.resume`` for an error, as the user has written or would write them.
+
+    In Python the value that nobody need write is left out.
+    """
+    if start.is_command():
+        return "--resume", resume
+    return "resume", "" if resume == "auto" else resume
+
+
+def no_checkpoint(resume: str, folder: Path) -> BadInputError:
+    """Return the error where a checkpoint is asked for by a word, and ``folder`` has none."""
+    fresh = f"{words_of(resume='auto')} would start at step 0"
+    expected = f"there is no checkpoint in {folder}; {fresh}"
+    return BadInputError(*resume_as_given(resume), expected)
 
 
 def words_of_old(

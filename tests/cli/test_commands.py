@@ -97,7 +97,10 @@ def command(*words: str, cwd: Path, **environment: str) -> subprocess.CompletedP
             ["run", "--shutdown-timeout=9", "x.py"],
             ["--shutdown-timeout=9: is called --grace-period"],
         ),
-        (["run", "--virtual-local-rank", "x.py"], ["--virtual-local-rank: is not supported"]),
+        (
+            ["run", "--virtual-local-rank", "x.py"],
+            ["--virtual-local-rank: is not supported: each rank sees all"],
+        ),
         (["run", "--epochs", "3", "x.py"], ["--epochs: unknown option; run --help lists them"]),
         (
             ["run", "--grace-perod=3", "x.py"],
@@ -120,6 +123,8 @@ def command(*words: str, cwd: Path, **environment: str) -> subprocess.CompletedP
         (["--cpu", "--config", "no"], ["--config=no: no such file"]),
         (["--cpu", "--data", "no"], ["--data=no: no such file or folder"]),
         (["--cpu", "--resume", "no"], ["--resume=no: must be auto, last, best, none or the path"]),
+        (["--cpu", "--resume", "last"], ["--resume=last: there is no checkpoint in checkpoints/"]),
+        (["run", "--cpu", "--resume", "best", LOOP], ["--resume=best: there is no checkpoint in"]),
         (["--cpu", "--init-from", "no"], ["--init-from=no: no such file or folder"]),
         (["--cpu", "--task", "no.py"], ["--task=no.py: no such file no.py"]),
         (
@@ -156,6 +161,7 @@ def test_wrong_input_is_one_line_and_exit_2_and_touches_nothing(
 ):
     """Each mistake is one line on standard error, and nothing is created."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DDP_RUNNER_COMMAND", "ddp-runner")  # as the command itself does
     Path("file").write_text("text\n")
     assert main(words) == 2
     said = capsys.readouterr()
@@ -549,13 +555,13 @@ def test_a_report_shows_a_fault_that_was_not_repaired(tmp_path, capsys):
 def test_a_report_on_a_live_run_shows_its_status(tmp_path, capsys):
     """Without a summary the newest status is shown; a damaged file is named."""
     status = {
-        "run_id": "r1", "state": "running", "step": 5, "max_steps": 9, "world_size": 2,
-        "faults_total": 0, "pid": os.getpid(),
+        "run_id": "r1", "state": "running", "step": 4680, "max_steps": 9000, "world_size": 2,
+        "faults_total": 1, "pid": os.getpid(),
     }  # fmt: skip
     (tmp_path / "status.json").write_text(json.dumps(status))
     assert main(["report", "-l", str(tmp_path)]) == 0
     text = capsys.readouterr().out
-    assert "run r1: running at step 5 of 9, 2 ranks, 0 faults" in text
+    assert "run r1: running at step 4,680 of 9,000, 2 ranks, 1 fault\n" in text
     assert f"the run is still training (process {os.getpid()})" in text
     (tmp_path / "summary.json").write_text("{}")
     assert main(["report", "-l", str(tmp_path)]) == 2

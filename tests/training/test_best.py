@@ -111,9 +111,9 @@ def test_a_best_whose_file_is_gone_is_said_and_not_exact(tmp_path, asked):
     train(settings(tmp_path, **how))
     _, messages, _ = train(settings(tmp_path, **how, resume="best"))
     found = [m.inexact_reason for m in messages_of(messages, TuningChanged)]
-    reasons = [reason for reason in found if reason.startswith("--resume")]
+    reasons = [reason for reason in found if "step 6 is the best" in reason]
     line = (
-        "--resume best: step 6 is the best of the checkpoints there are, and validation_loss was best after"
+        'config={"resume": "best"}: step 6 is the best of the checkpoints there are, and validation_loss was best after'
         " step 3, of which there is none: load_best_at_end=true keeps it"
     )
     assert reasons == ([] if asked else [line])

@@ -245,13 +245,34 @@ def test_a_checkpoint_at_the_end_is_no_fault(tmp_path):
 
 
 @pytest.mark.parametrize("which", ["last", "best"])
-def test_what_is_asked_for_by_name_must_be_there(tmp_path, which):
-    """A run that was to go on does not start fresh in silence."""
+def test_what_is_asked_for_by_name_must_be_there(tmp_path, which, monkeypatch):
+    """A run that was to go on does not start fresh in silence, and reads its own words: a command's or Python's."""
     workload, state = build()
     store = CheckpointStore(tmp_path / "checkpoints", keep_last=1)
-    expected = rf"--resume={which}: there is no checkpoint in {store.directory}; --resume auto"
-    with pytest.raises(BadInputError, match=expected):
+    monkeypatch.delenv("DDP_RUNNER_COMMAND", raising=False)
+    with pytest.raises(BadInputError) as in_python:
         load_start(from_flat({"resume": which}), workload, state, store)
+    assert str(in_python.value) == (
+        f"resume={which}: there is no checkpoint in {store.directory};"
+        ' config={"resume": "auto"} would start at step 0'
+    )
+    monkeypatch.setenv("DDP_RUNNER_COMMAND", "ddp-runner")
+    with pytest.raises(BadInputError) as of_command:
+        load_start(from_flat({"resume": which}), workload, state, store)
+    assert str(of_command.value) == (
+        f"--resume={which}: there is no checkpoint in {store.directory};"
+        " --resume auto would start at step 0"
+    )
+
+
+def test_a_refused_resume_has_no_word_that_nobody_gave(tmp_path, monkeypatch):
+    """In Python the default need not be written, and an option does not exist."""
+    monkeypatch.delenv("DDP_RUNNER_COMMAND", raising=False)
+    store = CheckpointStore(tmp_path, keep_last=1)
+    saved_at(30, store)
+    workload, state = build(seed=2)
+    with pytest.raises(BadInputError, match=rf"^resume: {tmp_path}/step_.* other settings"):
+        load_start(from_flat({"seed": 2}), workload, state, store)
 
 
 def test_auto_starts_at_step_0_where_there_is_nothing(tmp_path):
@@ -358,7 +379,7 @@ def test_a_checkpoint_of_another_structure_is_one_line(tmp_path, kind):
     store.save(captured, facts_of(0, meaning=workload.resume_key))
     with pytest.raises(BadInputError) as caught:
         load_start(from_flat({"resume": "auto"}), workload, build(**PACED)[1], store)
-    assert caught.value.option == "--resume"
+    assert caught.value.option == "resume"
     assert reason in str(caught.value)
     assert str(caught.value).isprintable()
     assert (tmp_path / "step_00000000.pt").exists()

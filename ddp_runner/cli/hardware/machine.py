@@ -8,6 +8,7 @@ import resource
 from pathlib import Path
 
 from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.observe.format import counted
 
 AUTO_CPU_RANKS = 2  # on a machine without GPUs
 _PER_GPU_RANK_MAX = 8  # threads
@@ -55,6 +56,8 @@ def allow_open_files(world_size: int) -> None:
         return
     if hard != resource.RLIM_INFINITY and hard < needed:
         raise BadInputError(
-            "ulimit -n", hard, f"allows too few open files: {world_size} ranks need {needed}"
+            "ulimit -n",
+            hard,
+            f"allows too few open files: {counted(world_size, 'rank')} need {needed}",
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

@@ -26,7 +26,16 @@ from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.exits import ExitCode
 from ddp_runner.kernel.rules.lifecycle import RunState
 from ddp_runner.kernel.system.run_files import from_json, read_lines, read_small, replace_file
-from ddp_runner.observe.format import bar, byte_size, count, duration, figure, percent, sparkline
+from ddp_runner.observe.format import (
+    bar,
+    byte_size,
+    count,
+    counted,
+    duration,
+    figure,
+    percent,
+    sparkline,
+)
 from ddp_runner.observe.history.run_history import RunHistory
 from ddp_runner.observe.progress_report import rows_block, summary_rows
 from ddp_runner.observe.summary import (
@@ -110,12 +119,11 @@ def _report_unfinished(text: str, directory: Path) -> int:
     try:
         status = from_json(read_small(directory / "status.json"))
         pid, state = int(status["pid"]), str(status["state"])
-        total = (
-            f" of {status['max_steps']}" if status["max_steps"] else ""
-        )  # nobody knows a script's
+        steps = int(status["max_steps"] or 0)  # nobody knows a script's
         place = (
-            f"at step {status['step']}{total}, {status['world_size']} ranks, "
-            f"{status['faults_total']} faults"
+            f"at step {count(int(status['step']))}{f' of {count(steps)}' if steps else ''}, "
+            f"{counted(int(status['world_size']), 'rank')}, "
+            f"{counted(int(status['faults_total']), 'fault')}"
         )
         name = f"{status['name']} " if status.get("name") else ""
         run = f"run {name}{status['run_id']}"

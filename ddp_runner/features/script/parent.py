@@ -442,8 +442,9 @@ class ScriptAgent:
                 if trace:
                     self.recorder.say(trace, level="ERROR")
                 ranks, number = len(self.world.present), len(self._failed)
+                all_start = "the rank starts" if ranks == 1 else f"all {ranks} ranks start"
                 self.recorder.say(
-                    f"{what} -> all {ranks} ranks start again (attempt {number}){log}",
+                    f"{what} -> {all_start} again (attempt {number}){log}",
                     level="WARNING",
                 )
                 self._start_again(now_s, delay_s)

@@ -134,6 +134,7 @@ PYTHON_ONLY = (
     *("--module", "--hang-timeout", "--preload", "--from-scratch", "--plain-saves"),
     *("--mixed-precision", "--in-place"),
 )
+_HAS_LOGS = "each rank writes all its lines to a file below --log-dir"
 # Of torchrun, with no meaning here, or none that could be kept. Values that say what is so in any case are taken.
 REFUSED = {
     "--start-method": "must be spawn, fork or forkserver",
@@ -141,12 +142,12 @@ REFUSED = {
     "--run-path": "is not needed: a Python file runs in a fork of this command's own Python",
     "--shutdown-timeout": "is called --grace-period here",
     "--signals-to-handle": "cannot be chosen: SIGINT, SIGTERM, SIGHUP and SIGUSR1 stop the run",
-    "--logs-specs": "is not supported",
+    "--logs-specs": f"is not supported: {_HAS_LOGS}",
     "--event-log-handler": "is not supported: events.jsonl lists the events",
-    "--duplicate-stdout-filters": "is not supported",
-    "--duplicate-stderr-filters": "is not supported",
-    "--numa-binding": "is not supported",
-    "--virtual-local-rank": "is not supported",
+    "--duplicate-stdout-filters": f"is not supported: {_HAS_LOGS}",
+    "--duplicate-stderr-filters": f"is not supported: {_HAS_LOGS}",
+    "--numa-binding": "is not supported: ranks may use every core of run; numactl around run binds all",
+    "--virtual-local-rank": "is not supported: each rank sees all GPUs, and takes that of LOCAL_RANK",
 }
 REFUSED_SWITCHES = ("--run-path", "--virtual-local-rank")
 # Values with which they say what is so in any case, as regular expressions.

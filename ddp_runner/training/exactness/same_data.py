@@ -337,8 +337,7 @@ class SameData:
             state.changes = (*state.changes, f"other data from step {step} on: {what}")
             return
         raise BadInputError(
-            "--resume",
-            self._settings.run.resume,
+            *config.resume_as_given(self._settings.run.resume),
             f"{loaded.path} was trained on other data: {what}; likely cause: "
             f"{_cause_since(loaded, workload)}; {config.ways_on_with_data(self._settings)}",
         )

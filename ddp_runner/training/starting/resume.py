@@ -67,11 +67,7 @@ def load_start(
         _note_best(settings, workload, state, store, loaded)
         return loaded
     if settings.run.resume in ("last", "best") and not is_found:
-        raise BadInputError(
-            "--resume",
-            settings.run.resume,
-            f"there is no checkpoint in {store.directory}; --resume auto would start at step 0",
-        )
+        raise config.no_checkpoint(settings.run.resume, store.directory)
     start_fresh(settings, state)
     note_begin(settings, workload, state)
     return None
@@ -296,12 +292,12 @@ def _note_best(
         expected = (
             f"no checkpoint in {store.directory} has a metric: give validation data, or use last"
         )
-        raise BadInputError("--resume", "best", expected)
+        raise BadInputError(*config.resume_as_given("best"), expected)
     gone = store.catalog.best_is_gone(taken)
     if not workload.monitor.by_evaluations:
         gone = f"step {taken.step:,} is the best checkpoint by its train_loss"
     if gone:
-        state.changes = (*state.changes, f"--resume best: {gone}")
+        state.changes = (*state.changes, f"{config.words_of(resume='best')}: {gone}")
 
 
 def _refuse_other_resume_key(settings: Settings, workload: Workload, loaded: Loaded) -> None:
@@ -313,8 +309,7 @@ def _refuse_other_resume_key(settings: Settings, workload: Workload, loaded: Loa
         devices = int(str(workload.recipe.get("ranks", 1))) * len(workload.devices)
         ways = config.ways_on(settings, old=old, new=new, world_size=devices)
         raise BadInputError(
-            "--resume",
-            settings.run.resume,
+            *config.resume_as_given(settings.run.resume),
             f"{loaded.path} is of a run with other settings ({'; '.join(changes)}); {ways}",
         )
 
@@ -343,10 +338,12 @@ def _restore(
 ) -> None:
     found = saved.get("model")
     if not isinstance(found, Mapping):
-        raise BadInputError("--resume", where, "holds no model")
+        raise BadInputError(*config.resume_as_given(where), "holds no model")
     weights = read_as(found, state.weights())
     relaid = [name for name in saved.get("relaid", []) if isinstance(name, str)]
-    check_weights(weights, state, option="--resume", value=where, relaid=relaid)
+    check_weights(
+        weights, state, option=config.resume_as_given(where)[0], value=where, relaid=relaid
+    )
     try:
         wrong = misfit(saved, state)
         if not wrong:
@@ -358,5 +355,5 @@ def _restore(
     if wrong:
         # It may be half taken over: nothing trains with it, this ends the run.
         raise BadInputError(
-            "--resume", settings.run.resume, f"{where} does not fit this run: {wrong}"
+            *config.resume_as_given(settings.run.resume), f"{where} does not fit this run: {wrong}"
         )

@@ -11,6 +11,7 @@ from typing import NoReturn
 from ddp_runner.checkpoint.catalog import Catalog
 from ddp_runner.checkpoint.manifest import Manifest, checkpoint_name
 from ddp_runner.checkpoint.store import CheckpointStore, Loaded
+from ddp_runner.config.ways_on import resume_as_given
 from ddp_runner.core.run_stages import (
     AVERAGE,
     BEST,
@@ -54,10 +55,10 @@ def of_this_stage(settings: Settings, loaded: Loaded | None) -> Loaded | None:
         if stage is None:
             return loaded
         expected = f"{where} is of stage {stage.name} of a run of stages: give those, or take it as --init-from"
-        raise BadInputError("--resume", resume, expected)
+        raise BadInputError(*resume_as_given(resume), expected)
     if stage is None:
         expected = f"{where} is of a run without stages: take it as the first one's init_from"
-        raise BadInputError("--resume", resume, expected)
+        raise BadInputError(*resume_as_given(resume), expected)
     refuse_other_list(place.names, stage, where=where, resume=resume)
     found = Found(step=loaded.manifest.step, stage=stage, where=where)
     if (other := stage_to_enter(place, found)) is not None:

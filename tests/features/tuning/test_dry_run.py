@@ -112,7 +112,7 @@ def test_a_task_that_raises_ends_it_with_1(tmp_path):
     )
     done = dry_run(tmp_path, "-n", "1", "-b", "65")
     assert (done.returncode, done.stdout.count("\n")) == (2, 0), done.stdout
-    assert done.stderr.startswith("ddp_runner: error: --batch-size=65: times 1 ranks needs 65")
+    assert done.stderr.startswith("ddp_runner: error: --batch-size=65: times 1 rank needs 65")
     assert done.stderr.count("\n") == 1
     done = dry_run(tmp_path, "--dry-run=no")
     assert (done.returncode, done.stderr) == (

@@ -239,6 +239,7 @@ def test_a_wrong_search_is_one_line(words, line, tmp_path, monkeypatch, capsys):
     """Exit 2 before anything is started, and nothing is written."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("DDP_RUNNER_COMMAND", "ddp-runner")  # as the command itself does
     own = () if words[0] == "run" else ("--cpu", "-n", "2")
     assert main([*words, *own]) == 2
     out, err = capsys.readouterr()

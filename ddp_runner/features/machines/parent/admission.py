@@ -11,6 +11,7 @@ from ddp_runner.core.launch_plan import NodeOptions
 from ddp_runner.features.machines.parent.remote_node import RemoteNode
 from ddp_runner.features.machines.rules.node_messages import Hello, Refused
 from ddp_runner.kernel.rules.secrets import HIDDEN
+from ddp_runner.observe.format import counted
 
 # A machine that was lost so often within LOSSES_WINDOW_S is left out for LEFT_OUT_S, where the run has enough others.
 LOSSES_MAX = 3
@@ -56,7 +57,7 @@ def why_not(hello: Hello, mine: Meeting) -> Refused | None:
         return Refused(
             name="-n",
             value=str(hello.ranks),
-            expected=f"the coordinator has {mine.ranks} ranks: all nodes need the same number",
+            expected=f"the coordinator has {counted(mine.ranks, 'rank')}: all nodes need the same number",
         )
     theirs_of_all, ours_of_all = {**hello.asked, **hello.meaning}, {**mine.shared, **mine.meaning}
     for key in sorted({*mine.meaning, *theirs_of_all}):
