@@ -31,6 +31,7 @@ from ddp_runner.kernel.rules.phases import Phase
 from ddp_runner.kernel.step.agreeing import agree_on_weights
 from ddp_runner.kernel.step.runtime import Runtime
 from ddp_runner.kernel.step.session import Makers
+from ddp_runner.kernel.wire.events import TuningChanged
 from ddp_runner.training.beside_steps import beside_loop
 from ddp_runner.training.components.tuning import free_memory
 from ddp_runner.training.exactness.first_step import report_inexact
@@ -56,6 +57,7 @@ from ddp_runner.training.starting.resume import TakenUp
 from ddp_runner.training.task import Datasets
 from ddp_runner.training.workload import Workload, backend_of, versions
 
+_NAMED_MAX = 8  # in one line
 ARGUMENTS = "the arguments of the program"
 
 
@@ -121,7 +123,21 @@ class LoopSetup:
         self._data_digest = digest_in_memory(batches)
 
     def take_in(self, start: TakenUp) -> None:
-        """Take in nothing more than what the state has."""
+        """Name the settings of a checkpoint that this program gives otherwise, to no effect."""
+        if start.loaded is None or start.progress.is_from_memory:
+            return
+        if not (found := self.state.overridden()):
+            return
+        more = f" and {len(found) - _NAMED_MAX} more" if len(found) > _NAMED_MAX else ""
+        line = (
+            f"the checkpoint's settings hold: {', '.join(found[:_NAMED_MAX])}{more}; to change one,"
+            " set it in the loop"
+        )
+        step, rank = self.state.committed_step, self._runtime.rank_info.rank
+        self._runtime.logger.warning(line, step=step)
+        self._runtime.report(
+            TuningChanged(rank=rank, step=step, action=line, inexact_reason="", fault_free=True)
+        )
 
     def open_loader(self) -> Batches:
         """Open a Loader over the dataset of ``run.loader()``, or go through the loop's own batches."""

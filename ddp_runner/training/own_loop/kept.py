@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from ddp_runner.core.settings import Settings
 from ddp_runner.kernel.rules.election import EMPTY_STEP
@@ -63,6 +65,21 @@ class KeptObjects:
     def values(self) -> list[Any]:
         """Return all kept objects."""
         return [*self.modules.values(), *self.optimizers.values(), *self.others.values()]
+
+    def constructed_with(self) -> dict[str, str]:
+        """Return the settings of optimizers and schedulers as they are now, by name and as text."""
+        found: dict[str, str] = {}
+        for name, optimizer in self.optimizers.items():
+            groups = optimizer.param_groups
+            for number, group in enumerate(groups):
+                place = f"{name} (group {number})" if len(groups) > 1 else name
+                # A scheduler has moved the rate already, and knows the one that was given.
+                own = {**group, "lr": group.get("initial_lr", group.get("lr"))}
+                found |= {f"{place} {key}": text for key, text in _plain(own)}
+        for name, one in self.others.items():
+            if isinstance(one, LRScheduler):
+                found |= {f"{name} {key}": text for key, text in _plain(one.state_dict())}
+        return found
 
     def check(self) -> None:
         """Check the kept objects before the first step. Raises BadInputError for what cannot be trained."""
@@ -121,6 +138,27 @@ def _refuse_without_state(name: str, value: Any) -> None:
         raise BadInputError(f"keep({name}=...)", "", expected)
 
 
+_OF_NO_SETTING = ("params", "param_names", "initial_lr", "base_lrs", "last_epoch")
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def _plain(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield each setting that is plain, as text: of a scheduler its own, and those of the schedulers in it."""
+    for key, value in values.items():
+        if key == "_schedulers":
+            for number, one in enumerate(value):
+                yield from ((f"{number}.{name}", text) for name, text in _plain(one))
+        if key in _OF_NO_SETTING or (key.startswith("_") and key != "_milestones"):
+            continue
+        if isinstance(value, Counter):
+            shown: Any = sorted(value.elements())
+        else:
+            shown = value.tolist() if isinstance(value, Tensor) else value
+        parts = shown if isinstance(shown, (list, tuple)) else [shown]
+        if all(isinstance(one, _PLAIN) for one in parts):
+            yield key.removeprefix("_"), str(shown)
+
+
 class _Root:
     """Has the kept objects as attributes, which is where their values are found."""
 
@@ -142,6 +180,7 @@ class KeptState(TrainState):
         find_unused_parameters: bool = False,
     ) -> None:
         self._kept = kept
+        self._given = self._first_given = kept.constructed_with()  # the latter: where the run began
         model = nn.ModuleDict(kept.modules)
         optimizers = list(kept.optimizers.values())
         optimizer = optimizers[0] if len(optimizers) == 1 else SeveralOptimizers(optimizers)
@@ -247,6 +286,7 @@ class KeptState(TrainState):
         self.calls = int(state.get("calls", 0))
         self.note_carried(map(str, state.get("carried", ())))
         self.data_of = [*map(str, state.get("data_of", ()))]
+        self._first_given = {**state.get("given", self._given)}
         if "changed_late" in state:
             self.local.learn([state["changed_late"]], says=True)
         _retype(self.optimizer, self.optimizer_state_of(state)["state"])
@@ -264,7 +304,11 @@ class KeptState(TrainState):
 
     def capture(self) -> dict[str, Any]:
         """Capture the state, with the names of what is kept."""
-        own = {"kept": self._kept.names(), "updated": self.has_updated}
+        own = {
+            "kept": self._kept.names(),
+            "updated": self.has_updated,
+            "given": dict(self._first_given),
+        }
         if self.calls:
             own["calls"] = self.calls
         if self.carried:
@@ -274,6 +318,18 @@ class KeptState(TrainState):
         if any(known := self.local.known()):
             own["changed_late"] = known
         return {**super().capture(), **own}
+
+    def overridden(self) -> list[str]:
+        """Return the settings that the state has brought, and this program has given otherwise than the first one.
+
+        A scheduler may have moved a setting, and the program may set it in its loop: neither is a difference.
+        """
+        first, now = self._first_given, self._kept.constructed_with()
+        return [
+            f"{name}={now[name]} (the program gives {given})"
+            for name, given in self._given.items()
+            if first.get(name, given) != given and now.get(name, given) != given
+        ]
 
     def note_carried(self, names: Iterable[str]) -> None:
         """These variables of the loop change from step to step, and are not kept."""
