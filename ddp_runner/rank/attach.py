@@ -74,12 +74,6 @@ def left_early() -> str:
     return f"{run.left_at or 'the program'}: the loop was left before its end; run.stop() ends it on all ranks"
 
 
-def say_in_one_line(kind: type[BaseException], error: BaseException, trace: object) -> None:
-    """Write an error of the user's, which has no traceback; an ``excepthook``."""
-    del kind, trace
-    sys.stderr.write(f"ddp_runner: error: {error}\n")
-
-
 def _answer_bad_input() -> None:
     """Have a BadInputError that ends this program be one line, with exit code 2."""
     before = sys.excepthook
@@ -90,7 +84,7 @@ def _answer_bad_input() -> None:
         if not isinstance(error, BadInputError):
             before(kind, error, trace)
             return
-        say_in_one_line(kind, error, trace)
+        sys.stderr.write(f"ddp_runner: error: {error}\n")
         raise SystemExit(ExitCode.BAD_USAGE)  # of a hook it is the program's exit code
 
     sys.excepthook = answer

@@ -45,8 +45,8 @@ def run(request: Fork, descriptors: list[int]) -> int:
     def failed(error: BaseException) -> None:
         if not attach.has_ended():
             process.report_end(runtime, error)
-        if isinstance(error, BadInputError):
-            sys.excepthook = attach.say_in_one_line
+        if isinstance(error, BadInputError):  # the supervisor shows the line, once for all ranks
+            sys.excepthook = lambda *_: runtime.logger.detail(str(error))
 
     def ended() -> None:
         """Report the program's end if it left its loop early although it exits with code 0."""

@@ -574,6 +574,7 @@ def test_a_module_beside_it_that_has_changed_ends_the_run(tmp_path):
     with run_loop(tmp_path, loop=own) as run:
         assert run.wait() == 2, run.console
     assert "layers.py has changed on disk since the run began" in run.console
+    assert run.console.count("ddp_runner: error:") == 1
 
 
 def test_what_fails_behind_the_loop_fails_the_run(tmp_path):
@@ -631,6 +632,8 @@ def test_a_loop_with_another_count_of_ranks_is_refused(tmp_path):
         assert run.wait() == 2, run.console
     assert "with other settings (ranks: 2 -> 1)" in run.console
     assert "or the old settings: -n 2" in run.console
+    assert run.console.count("ddp_runner: error:") == 1
+    assert run.console.count("with other settings") == 1
     assert "Traceback" not in run.console
 
 
