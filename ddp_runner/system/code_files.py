@@ -19,6 +19,7 @@ FILES_MAX = 1000  # of a task; what it imports beyond is not followed
 _DIGITS = 12  # of a SHA-256 that stands for a file
 _OWN = "ddp_runner"
 INSTALLED = ("site-packages", "dist-packages")
+_OURS = f"{Path(__file__).resolve().parents[1]}/"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,18 @@ class TaskCode:
 
     files: Mapping[str, str]
     packages: Mapping[str, str]
+
+
+def is_users_file(path: str) -> bool:
+    """Return True if the file contains code of the user's: not ours, nor an installed package's.
+
+    Nor contextlib's, whose functions stand in for those that it decorates.
+    """
+    torch = getattr(sys.modules.get("torch"), "__file__", None)  # perhaps built from its source
+    foreign = (_OURS, "<frozen", "<string>", *([f"{Path(torch).parent}/"] if torch else []))
+    return not path.startswith(foreign) and not any(
+        part in path for part in (*(f"/{one}/" for one in INSTALLED), "/contextlib.py")
+    )
 
 
 def task_code(spec: str, *, folder: Path) -> TaskCode:

@@ -13,8 +13,7 @@ from typing import cast
 from torch import nn
 
 from ddp_runner.kernel.rules.errors import BadInputError
-from ddp_runner.start import PACKAGE_PARENT
-from ddp_runner.system.code_files import INSTALLED
+from ddp_runner.system.code_files import is_users_file
 from ddp_runner.training.figures.measuring import measures
 from ddp_runner.training.task import Task
 
@@ -148,7 +147,7 @@ def _uncalled(kind: type, names: dict[str, str]) -> Iterator[tuple[str, str]]:
 
 
 def _users_classes(kind: type) -> list[type]:
-    return [one for one in kind.__mro__ if (path := _file_of(one)) and _is_users(path)]
+    return [one for one in kind.__mro__ if (path := _file_of(one)) and is_users_file(str(path))]
 
 
 def _names_in_files(kind: type) -> set[str] | None:
@@ -157,7 +156,7 @@ def _names_in_files(kind: type) -> set[str] | None:
     folders = {path.parent for path in paths}
     for module in list(sys.modules.values()):
         path = Path(getattr(module, "__file__", None) or "")
-        if path.suffix == ".py" and _is_users(path) and folders & {*path.parents}:
+        if path.suffix == ".py" and is_users_file(str(path)) and folders & {*path.parents}:
             paths.add(path)
     found: set[str] = set()
     for path in paths:
@@ -178,8 +177,3 @@ def _names_in_files(kind: type) -> set[str] | None:
 def _file_of(kind: type) -> Path | None:
     file = getattr(sys.modules.get(kind.__module__), "__file__", None)
     return Path(file) if file and file.endswith(".py") else None
-
-
-def _is_users(path: Path) -> bool:
-    is_ours = path.is_relative_to(Path(PACKAGE_PARENT) / "ddp_runner")
-    return not is_ours and not any(one in INSTALLED for one in path.parts)

@@ -29,6 +29,8 @@ from typing import Any, NamedTuple, TypeVar
 from torch import nn
 from torch.utils.data import Dataset
 
+from ddp_runner.system.code_files import is_users_file
+
 CONTAINERS = (list, tuple, dict, set, frozenset, collections.deque)
 # Types of values that hold no others.
 LEAVES = frozenset({type(None), bool, int, float, complex, str, bytes})
@@ -64,7 +66,6 @@ _HOLDERS = (
 _BARE = frozenset({list, tuple, dict, collections.deque})  # without attributes, and never opaque
 _PLAIN = (*CONTAINERS, str, bytes, bytearray, int, float, complex)
 _NAMES = (str, int, float, bytes, tuple, type(None))  # what is written alike in all processes
-_INSTALLED = ("site-packages", "dist-packages")
 _BEFORE_STEPS = ("build_model", "build_datasets", "__init__")
 _DEFAULTS = ("__defaults__", "__kwdefaults__")
 _T = TypeVar("_T")
@@ -437,7 +438,7 @@ def _is_users_module(name: str) -> bool:
     if root in _NOT_WALKED:
         return False
     file = getattr(sys.modules.get(name), "__file__", None)
-    return file is None or not any(folder in file for folder in _INSTALLED)
+    return file is None or is_users_file(file)
 
 
 def _is_class_state(key: str, value: Any) -> bool:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from ddp_runner import start
 from ddp_runner.training.components.optimizer_state import hidden_state
 from ddp_runner.training.exactness.side_state import LOOKS_AT_FIRST, SideState
 
@@ -288,6 +289,26 @@ def test_a_set_of_objects_that_change_is_named():
     next(iter(task.meters)).add(1.0)
     side.look()
     assert side.opaque == ["task.meters (set)"]
+
+
+@pytest.mark.parametrize(
+    ("file", "is_followed"),
+    [
+        ("/home/me/ddp_runner-trials/train.py", True),
+        ("/home/me/my-packages/torch/train.py", True),
+        ("/usr/lib/python3/site-packages/library/hooks.py", False),
+        (torch.__file__, False),
+        (start.__file__, False),
+    ],
+)
+def test_a_hook_of_the_users_is_told_by_its_place(file, is_followed):
+    """Not by words in the path: a folder may be called as it likes."""
+    found = {"seen": {"steps": 0}}
+    source = "def count(*given):\n    seen['steps'] += 1\n"
+    exec(compile(source, file, "exec"), found)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    optimizer.register_step_pre_hook(found["count"])
+    assert list(hidden_state({"optimizer": optimizer})) == ["optimizer: count.seen"] * is_followed
 
 
 def test_what_an_optimizer_has_besides_its_state_is_named_once_it_changes():

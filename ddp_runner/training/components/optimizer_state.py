@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ddp_runner.system.code_files import is_users_file
 from ddp_runner.values.object_graph import LEAVES, attributes_of
 
 # What torch sets on an optimizer: also its schedulers and its GradScaler, for a moment or for good.
@@ -68,9 +69,7 @@ def _of_functions(name: str, functions: Iterable[Any]) -> dict[str, Any]:
 def _variables_of(function: FunctionType) -> Iterator[tuple[str, Any]]:
     own = attributes_of(function)
     yield from own.items()
-    if own or not any(
-        part in function.__code__.co_filename for part in ("-packages", "ddp_runner")
-    ):
+    if own or is_users_file(function.__code__.co_filename):
         names = (one for one in function.__code__.co_names if one in function.__globals__)
         yield from ((one, function.__globals__[one]) for one in names)
 

@@ -20,10 +20,10 @@ import numpy as np
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from ddp_runner.system.code_files import is_users_file
 from ddp_runner.training.exactness.traces import Trace
 from ddp_runner.training.exactness.values import kept_of
 from ddp_runner.training.own_loop.carried_names import Carried, Resolved, carried_names, loop_at
-from ddp_runner.training.own_loop.misuse import is_users
 from ddp_runner.values.object_graph import LEAVES, Closed, Reach, Walk, attributes_of, state_in
 
 _LOOKS_IN_A_ROW = 4  # then at every power of two: what changes now and then shows too
@@ -144,7 +144,7 @@ class LoopVariables:
         """Return what the reading of the loop in ``path`` needs to know about a function."""
         file = function.__code__.co_filename
         if file != path:
-            is_foreign = is_users(file)
+            is_foreign = is_users_file(file)
             module = function.__module__ if is_foreign else ""
             found = self._source_of(function) if is_foreign else None
             return Resolved(is_fixed=True, function=found, is_foreign=is_foreign, module=module)
@@ -294,7 +294,7 @@ class _Names:
                 return _NOTHING
         module = sys.modules.get(name)  # of a function of another file of the program
         file = getattr(module, "__dict__", {}).get("__file__")
-        return module if isinstance(file, str) and is_users(file) else _NOTHING
+        return module if isinstance(file, str) and is_users_file(file) else _NOTHING
 
 
 def _taker_of(frame: FrameType) -> FrameType | None:
@@ -302,7 +302,7 @@ def _taker_of(frame: FrameType) -> FrameType | None:
     if not frame.f_code.co_flags & inspect.CO_GENERATOR:
         return None
     taker = frame.f_back
-    while taker is not None and not is_users(taker.f_code.co_filename):
+    while taker is not None and not is_users_file(taker.f_code.co_filename):
         taker = taker.f_back
     return taker
 

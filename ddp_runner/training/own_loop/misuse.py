@@ -12,10 +12,9 @@ from pathlib import Path
 from types import FrameType
 
 from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.system.code_files import INSTALLED, is_users_file
 
-_OURS = str(Path(__file__).resolve().parents[2])
-_IS_INSTALLED = {"site-packages", "dist-packages", "ddp_runner"}
-_FOREIGN = ("/torch/", "/site-packages/", "/contextlib.py", "<frozen", "<string>")
+_IS_INSTALLED = {*INSTALLED, "ddp_runner"}
 
 
 def misuse(expected: str) -> BadInputError:
@@ -34,7 +33,7 @@ def user_line() -> str:
 def user_frame() -> FrameType | None:
     """The innermost frame that is neither ours nor that of anything installed."""
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - as warnings.warn finds the caller
-    while frame is not None and not is_users(frame.f_code.co_filename):
+    while frame is not None and not is_users_file(frame.f_code.co_filename):
         frame = frame.f_back
     return frame
 
@@ -59,11 +58,6 @@ def is_guarded() -> bool:
         if isinstance(node, ast.If) and node.lineno <= frame.f_lineno <= (node.end_lineno or 0)
     ]
     return not tree.body or any("__name__" in ast.unparse(test) for test in tests)
-
-
-def is_users(path: str) -> bool:
-    """Return True if the file contains the program's own code."""
-    return not path.startswith(_OURS) and not any(part in path for part in _FOREIGN)
 
 
 def program_files() -> dict[str, str]:
