@@ -169,7 +169,7 @@ TABLE = {
             "counting",
             *("GlobalCount", "ClosureCount", "FileCount", "Cycled"),
             allowed=KNOWN_OR_REPORTED,
-            words=(*UNSEEN, "cannot be looked into"),
+            words=(*UNSEEN, "is kept nowhere"),
             is_plain=False,  # the repeat check has moved it
         ),
         *_of("counting", "Holders"),

@@ -518,5 +518,5 @@ def test_what_a_resume_cannot_keep_is_not_called_a_repair(tmp_path):
         _, messages, _ = train(config)
         changes = messages_of(messages, TuningChanged)
         reasons.append([one.inexact_reason for one in changes if one.inexact_reason])
-    unseen = "task._calls (count), which cannot be looked into, may have been used before a resume"
+    unseen = "task._calls (count), which is kept nowhere, may have been used before a resume"
     assert reasons == [[], [unseen]]

@@ -259,7 +259,7 @@ class DrillKeeper(DrillRunner):
             self.drop()
         elif turn.is_fault_free and not is_running:
             self._ask(now_s)
-        if fault_free and may_begin(facts) and self._waiting is not None:
+        if may_begin(facts) and self._waiting is not None:
             self._begin(self._waiting, now_s)
 
     def drilled(self, message: events.Drill | events.DrillSkipped, now_s: float) -> None:

@@ -130,7 +130,7 @@ def repair_line(
     if isinstance(plan, GiveUp):
         return ""
     wait = f" in {plan.delay_s:g} s" if plan.delay_s else ""
-    if incident.culprit.kind is FaultKind.NODE_LOST and plan.loader is None and not plan.dropped:
+    if incident.culprit.kind is FaultKind.NODE_LOST and plan.reader is None and not plan.dropped:
         repair = [f"waiting for {rank_list(plan.ranks)}"]
     else:
         repair = repair_in_words(plan)
@@ -142,7 +142,7 @@ def repair_in_words(plan: ReplaceRanks) -> list[str]:
     """Say what is done, part by part."""
     words = []
     if plan.ranks:
-        source = "" if plan.loader is None else " from the newest checkpoint"
+        source = "" if plan.reader is None else " from the newest checkpoint"
         words.append(f"replacing {rank_list(plan.ranks)}{source}")
     if plan.kept is not None:
         words.append(f"rank {plan.kept} stays, with the newest state")
@@ -153,7 +153,7 @@ def repair_in_words(plan: ReplaceRanks) -> list[str]:
 
 def reads_checkpoint(plan: GiveUp | ReplaceRanks) -> bool:
     """Return whether no rank with a state is left."""
-    return isinstance(plan, ReplaceRanks) and plan.loader is not None
+    return isinstance(plan, ReplaceRanks) and plan.reader is not None
 
 
 def outcome_in_words(

@@ -73,7 +73,7 @@ class Repair:
         self._clock = run.clock
         self._hangs = HangFinder(run)
         self._incident: OpenIncident | None = None
-        self._loader: int | None = (
+        self._reader: int | None = (
             0  # the rank that reads a checkpoint, if one must; at launch the first
         )
         # Ranks of other machines that have, until training begins, a newer checkpoint of their own.
@@ -300,8 +300,8 @@ class Repair:
         if not isinstance(plan, ReplaceRanks) or plan.ranks != ranks or plan.delay_s:
             return
         self._recorder.record(events.ForkedAhead(ranks=tuple(ranks)), cause=incident.event_id)
-        if self._loader is not None and not self._world.ranks[self._loader].needs_process:
-            self._loader = None  # of the plan before
+        if self._reader is not None and not self._world.ranks[self._reader].needs_process:
+            self._reader = None  # of the plan before
         incident.fork_ahead(ranks)
         self._kill_and_respawn(dead, now_s)
 
@@ -309,7 +309,7 @@ class Repair:
         """Replace all ranks for another stage; the first one reads the state with which that begins."""
         self._close_incident()
         present = self._world.present
-        self._loader, self._resume = present[0].rank, "auto"
+        self._reader, self._resume = present[0].rank, "auto"
         self._respawn_at_s = now_s
         self._short_of_memory.clear()
         self._hangs.progress_watch.forget_pace()
@@ -428,11 +428,11 @@ class Repair:
         """Kill what is left of the lost ranks; they are forked again once they are reaped."""
         self._actions.clear()
         self._respawn_at_s = now_s + plan.delay_s
-        self._loader = plan.loader
+        self._reader = plan.reader
         for rank in plan.dropped:
             self.returning.drop(self._world.ranks[rank], now_s)
         # Who was forked ahead has no state, which the one that is to load needs.
-        there = {rank for rank in forked_ahead if self._world.ranks[rank].is_alive} - {plan.loader}
+        there = {rank for rank in forked_ahead if self._world.ranks[rank].is_alive} - {plan.reader}
         lost = [self._world.ranks[rank] for rank in plan.ranks if rank not in there]
         self._kill_and_respawn(lost, now_s)
 
@@ -458,7 +458,7 @@ class Repair:
 
     def _spawn(self, handle: RankHandle, now_s: float) -> None:
         start = RankStart(
-            loads=handle.rank == self._loader or self._loads_elsewhere(handle.rank),
+            loads=handle.rank == self._reader or self._loads_elsewhere(handle.rank),
             resume=self._resume_word(),
             injections_left=self._injections_left(handle.rank),
             short_of_memory_in=self._short_of_memory.get(handle.rank, ""),
@@ -493,7 +493,7 @@ class Repair:
             return
         if all(handle.state is RankState.READY for handle in left):
             filled = any(handle.is_filled for handle in left)
-            self._loader = None if filled else gone[0].rank
+            self._reader = None if filled else gone[0].rank
             self._kill_and_respawn(gone, now_s)
 
     def _kill_and_respawn(self, handles: list[RankHandle], now_s: float) -> None:

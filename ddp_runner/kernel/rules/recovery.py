@@ -70,14 +70,14 @@ class WorldFacts:
 class ReplaceRanks:
     """Fork ``ranks`` again, then form the next generation; all other ranks keep process and state.
 
-    ``loader`` is the one of them that reads the newest checkpoint, because no replica is left;
+    ``reader`` is the one of them that reads the newest checkpoint, because no replica is left;
     None if a survivor will be the source. With no ranks at all the world just forms again.
     ``dropped`` ranks are given up: the others take over their share of the global batch. ``kept``
     has raised an exception, and continues because its state is the newest.
     """
 
     ranks: tuple[int, ...]
-    loader: int | None
+    reader: int | None
     delay_s: float
     dropped: tuple[int, ...] = ()
     kept: int | None = None
@@ -122,13 +122,13 @@ def plan_recovery(  # noqa: PLR0911 - the rules in the order in which they hold
             status=RunStatus.GAVE_UP,
         )
     if not dropped and _is_bounded_by_itself(incident) and not _will_change_nothing(fault, history):
-        return ReplaceRanks(ranks=wanted, loader=_loader(wanted, world), delay_s=0.0)
+        return ReplaceRanks(ranks=wanted, reader=_reader(wanted, world), delay_s=0.0)
     counted = [earlier for earlier in history if not _is_bounded_by_itself(earlier)]
     stuck = row_without_progress(incident, counted)
     given_up_before = {rank for earlier in stuck for rank in earlier.dropped}
     if dropped and not given_up_before.issuperset(dropped):
         return ReplaceRanks(
-            ranks=wanted, loader=_loader(wanted, world), delay_s=0.0, dropped=dropped, kept=kept
+            ranks=wanted, reader=_reader(wanted, world), delay_s=0.0, dropped=dropped, kept=kept
         )
     tries = count_tries(stuck)
     if tries.count >= settings.no_progress_generations:
@@ -152,7 +152,7 @@ def plan_recovery(  # noqa: PLR0911 - the rules in the order in which they hold
         )
     return ReplaceRanks(
         ranks=wanted,
-        loader=_loader(wanted, world),
+        reader=_reader(wanted, world),
         delay_s=backoff_s(tries.repeats - 1, settings),
         dropped=dropped,
         kept=kept,
@@ -322,7 +322,7 @@ def ranks_to_drop(
     return hopeless if world.present - len(hopeless) >= settings.min_ranks else ()
 
 
-def _loader(ranks: Sequence[int], world: WorldFacts) -> int | None:
+def _reader(ranks: Sequence[int], world: WorldFacts) -> int | None:
     return None if world.filled or not ranks else ranks[0]
 
 

@@ -35,7 +35,7 @@ from ddp_runner.training.step import SparseGradientError, Stepper, StepRules, ow
 NAMES_SHOWN = 3
 NOT_DONE = "-"  # instead of the place where two computations differ
 _NOT_ITS_OWN = "which each rank has its own of, is another rank's since"
-_NOT_SEEN = "which cannot be looked into, may have been used before"
+_NOT_SEEN = "which is kept nowhere, may have been used before"
 
 
 class FirstStep:
@@ -133,8 +133,8 @@ class FirstStep:
             state.train_unfrozen()
         if state.side.opaque and self._group.rank == 0:
             self._runtime.logger.warning(
-                f"{named(state.side.opaque)} cannot be looked into: after a repair or a resume the run is not"
-                " known to be exact; keep a number of its place instead, and make it from that"
+                f"{named(state.side.opaque)}, which steps use, is kept nowhere: after a repair or a resume the run"
+                " is not known to be exact; keep a number of its place instead, and make it from that"
             )
         if came:
             self._refuse(

@@ -71,19 +71,19 @@ def plan(now, history=(), *, lost=(1,), newest=10, parked=()):
 
 def test_a_killed_rank_alone_is_replaced_at_once():
     """Survivors keep process and state, and the first fault after progress costs no waiting."""
-    assert plan(incident()) == ReplaceRanks(ranks=(1,), loader=None, delay_s=0.0)
+    assert plan(incident()) == ReplaceRanks(ranks=(1,), reader=None, delay_s=0.0)
 
 
 def test_with_no_replica_left_one_rank_loads_the_checkpoint():
     """All dead: the newest checkpoint is the source, read once."""
     answer = plan(incident(), lost=(0, 1, 2), newest=EMPTY_STEP)
-    assert answer == ReplaceRanks(ranks=(0, 1, 2), loader=0, delay_s=0.0)
+    assert answer == ReplaceRanks(ranks=(0, 1, 2), reader=0, delay_s=0.0)
 
 
 def test_a_rank_that_raised_is_replaced_where_another_one_has_a_state():
     """Its process may no longer be as it should: a clean replica is the better source."""
     answer = plan(incident(FaultKind.RANK_RAISED), lost=(0,), parked=[(1, 10)])
-    assert answer == ReplaceRanks(ranks=(0, 1), loader=None, delay_s=0.0)
+    assert answer == ReplaceRanks(ranks=(0, 1), reader=None, delay_s=0.0)
 
 
 @pytest.mark.parametrize(
@@ -95,13 +95,13 @@ def test_with_no_replica_left_the_newest_rank_that_raised_is_kept(parked, kept):
     lost = tuple(rank for rank in range(3) if rank not in dict(parked))
     answer = plan(incident(FaultKind.RANK_RAISED), lost=lost, newest=EMPTY_STEP, parked=parked)
     ranks = tuple(rank for rank in range(3) if rank != kept)
-    assert answer == ReplaceRanks(ranks=ranks, loader=None, delay_s=0.0, kept=kept)
+    assert answer == ReplaceRanks(ranks=ranks, reader=None, delay_s=0.0, kept=kept)
 
 
 def test_a_rank_that_raised_ahead_of_all_others_is_kept():
     """It alone has the newest committed step."""
     answer = plan(incident(FaultKind.RANK_RAISED), lost=(), newest=10, parked=[(1, 11)])
-    assert answer == ReplaceRanks(ranks=(), loader=None, delay_s=0.0, kept=1)
+    assert answer == ReplaceRanks(ranks=(), reader=None, delay_s=0.0, kept=1)
 
 
 def test_a_kept_process_that_raises_again_is_replaced_first():
@@ -109,7 +109,7 @@ def test_a_kept_process_that_raises_again_is_replaced_first():
     kept = replace(incident(FaultKind.RANK_RAISED, at_s=900.0), kept=1)
     again = incident(FaultKind.RANK_RAISED)
     answer = plan(again, [kept], lost=(), newest=EMPTY_STEP, parked=[(1, 10)])
-    assert answer == ReplaceRanks(ranks=(1,), loader=1, delay_s=0.5)
+    assert answer == ReplaceRanks(ranks=(1,), reader=1, delay_s=0.5)
     assert isinstance(plan(again, [kept, again]), GiveUp)
 
 
@@ -137,7 +137,7 @@ def test_an_error_that_a_late_rank_raises_is_its_first():
             for rank in (0, 1)
         )
     )
-    assert plan(late, [first], lost=(1,)) == ReplaceRanks(ranks=(1,), loader=None, delay_s=0.5)
+    assert plan(late, [first], lost=(1,)) == ReplaceRanks(ranks=(1,), reader=None, delay_s=0.5)
     assert isinstance(plan(first, [first, late]), GiveUp)
 
 
@@ -145,12 +145,12 @@ def test_a_rank_that_raised_before_it_had_a_state_is_no_source():
     """Control: the checkpoint is, then."""
     raised = [(0, EMPTY_STEP), (1, EMPTY_STEP)]
     answer = plan(incident(FaultKind.RANK_RAISED), lost=(2,), newest=EMPTY_STEP, parked=raised)
-    assert answer == ReplaceRanks(ranks=(0, 1, 2), loader=0, delay_s=0.0)
+    assert answer == ReplaceRanks(ranks=(0, 1, 2), reader=0, delay_s=0.0)
 
 
 def test_nobody_lost_means_nobody_replaced():
     """A broken collective among living ranks only needs a new generation."""
-    assert plan(incident(), lost=()) == ReplaceRanks(ranks=(), loader=None, delay_s=0.0)
+    assert plan(incident(), lost=()) == ReplaceRanks(ranks=(), reader=None, delay_s=0.0)
 
 
 @pytest.mark.parametrize("kind", sorted(NEVER_RETRIED, key=lambda kind: kind.value))
@@ -252,7 +252,7 @@ def test_a_storm_from_outside_is_no_loop():
         killed(rank, at_s=900.0 + at, generation=at, phase=phase)
         for at, (rank, phase) in enumerate([(0, "forward"), (-1, ""), (2, "forming")])
     ]
-    assert plan(killed(generation=9), storm) == ReplaceRanks(ranks=(1,), loader=None, delay_s=0.0)
+    assert plan(killed(generation=9), storm) == ReplaceRanks(ranks=(1,), reader=None, delay_s=0.0)
 
 
 def test_kills_in_one_phase_wait_longer_each_time_until_the_budget():
@@ -412,7 +412,7 @@ def test_a_rank_that_keeps_dying_is_given_up_where_enough_are_left():
     """The third failure of one slot within the window drops it; the others go on."""
     history = [incident(at_s=990.0 + step, committed=step) for step in (3, 5)]
     answer = elastic_plan(incident(), history)
-    assert answer == ReplaceRanks(ranks=(), loader=None, delay_s=0.0, dropped=(1,))
+    assert answer == ReplaceRanks(ranks=(), reader=None, delay_s=0.0, dropped=(1,))
 
 
 @pytest.mark.parametrize(
@@ -434,7 +434,7 @@ def test_a_slot_that_returns_and_dies_at_once_is_no_progress():
     assert isinstance(answer, GiveUp)
     assert answer.status is RunStatus.GAVE_UP
     later = elastic_plan(incident(generation=3, committed=11), row)
-    assert later == ReplaceRanks(ranks=(), loader=None, delay_s=0.0, dropped=(1,))
+    assert later == ReplaceRanks(ranks=(), reader=None, delay_s=0.0, dropped=(1,))
 
 
 def test_a_return_that_did_not_last_is_tried_ever_later():
@@ -456,7 +456,7 @@ def test_running_out_of_memory_in_a_step_costs_no_budget():
     """Each time the micro-batch is halved, which ends by itself."""
     row = [incident(FaultKind.OUT_OF_MEMORY, phase="forward", at_s=990.0 + at) for at in range(8)]
     now = incident(FaultKind.OUT_OF_MEMORY, phase="optimizer")
-    assert plan(now, row) == ReplaceRanks(ranks=(1,), loader=None, delay_s=0.0)
+    assert plan(now, row) == ReplaceRanks(ranks=(1,), reader=None, delay_s=0.0)
 
 
 def short_again(count, **facts):
