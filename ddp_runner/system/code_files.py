@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import importlib.util
 import sys
+import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -19,6 +20,7 @@ FILES_MAX = 1000  # of a task; what it imports beyond is not followed
 _DIGITS = 12  # of a SHA-256 that stands for a file
 _OWN = "ddp_runner"
 INSTALLED = ("site-packages", "dist-packages")
+_STANDARD = tuple({f"{sysconfig.get_paths()[one]}/" for one in ("stdlib", "platstdlib")})
 _OURS = f"{Path(__file__).resolve().parents[1]}/"
 
 
@@ -34,15 +36,16 @@ class TaskCode:
 
 
 def is_users_file(path: str) -> bool:
-    """Return True if the file contains code of the user's: not ours, nor an installed package's.
-
-    Nor contextlib's, whose functions stand in for those that it decorates.
-    """
+    """Return True if the file contains code of the user's: not ours, nor Python's, nor an installed package's."""
     torch = getattr(sys.modules.get("torch"), "__file__", None)  # perhaps built from its source
     foreign = (_OURS, "<frozen", "<string>", *([f"{Path(torch).parent}/"] if torch else []))
-    return not path.startswith(foreign) and not any(
-        part in path for part in (*(f"/{one}/" for one in INSTALLED), "/contextlib.py")
-    )
+    if path.startswith(foreign) or any(f"/{one}/" in path for one in INSTALLED):
+        return False
+    main = getattr(sys.modules.get("__main__"), "__file__", None)
+    program = f"{Path(main).absolute().parent}/" if main else path
+    standard = max((one for one in _STANDARD if path.startswith(one)), key=len, default="")
+    # A program may lie in a folder below the library's.
+    return not standard or (path.startswith(program) and len(program) > len(standard))
 
 
 def task_code(spec: str, *, folder: Path) -> TaskCode:

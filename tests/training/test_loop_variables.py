@@ -273,6 +273,11 @@ HARMLESS = {
     "            history.append(evaluate())\n            print('accuracy', history[-1])",
     "what the run logs": "ema = 0.0\n" + HEAD + "loss = net(batch).sum(); loss.backward()\n"
     "        ema = 0.5 * ema + loss.item()\n        run.note(loss=loss, ema=ema)",
+    "what Python's library writes": "import io, json, logging, statistics\nfile, total = io.StringIO(), 0.0\n"
+    + HEAD
+    + "loss = net(batch).sum(); loss.backward()\n        total += loss.item()\n"
+    "        file.write(json.dumps({'total': total}))\n        logging.info('total %s', total)\n"
+    "        file.write(str(statistics.mean([total, 1.0])))",
     "a helper that computes the loss": "def step(batch):\n    out = net(batch)\n    loss = out.sum()\n"
     "    loss.backward()\n    return loss\n"
     + HEAD
@@ -372,6 +377,14 @@ class CountingSGD(torch.optim.SGD):
         self.count, self.noise = 0, {"scale": 1.0}
 
 
+class ClassCountingSGD(torch.optim.SGD):
+    count = 0
+
+    def step(self, closure=None):
+        type(self).count += 1
+        return super().step(closure)
+
+
 class DescribedSGD(CountingSGD):
     def state_dict(self):
         return {**super().state_dict(), "count": self.count}
@@ -391,6 +404,15 @@ def test_what_an_optimizer_holds_besides_is_looked_at(make):
     assert hidden_state({"opt": optimizer}).keys() == before.keys()
     optimizer.mine = 1
     assert ("opt.mine" in hidden_state({"opt": optimizer})) is (make is not DescribedSGD)
+
+
+def test_what_an_optimizer_counts_in_its_class_is_looked_at():
+    """Where the class is the user's; control: of torch's classes nothing."""
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = ClassCountingSGD([weight], lr=0.1)
+    assert hidden_state({"opt": optimizer}) == {"opt: ClassCountingSGD.count": 0}
+    optimizer.step()
+    assert hidden_state({"opt": optimizer}) == {"opt: ClassCountingSGD.count": 1}
 
 
 @pytest.mark.parametrize("kind", ["a counter", "a deque of features", "a generator of numpy's"])

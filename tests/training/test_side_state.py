@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import random
 from collections import deque
 
@@ -298,10 +299,11 @@ def test_a_set_of_objects_that_change_is_named():
         ("/home/me/my-packages/torch/train.py", True),
         ("/usr/lib/python3/site-packages/library/hooks.py", False),
         (torch.__file__, False),
+        (json.__file__, False),
         (start.__file__, False),
     ],
 )
-def test_a_hook_of_the_users_is_told_by_its_place(file, is_followed):
+def test_a_hook_of_the_users_is_known_by_its_place(file, is_followed):
     """Not by words in the path: a folder may be called as it likes."""
     found = {"seen": {"steps": 0}}
     source = "def count(*given):\n    seen['steps'] += 1\n"

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ddp_runner.system.code_files import is_users_file
-from ddp_runner.values.object_graph import LEAVES, attributes_of
+from ddp_runner.values.object_graph import LEAVES, attributes_of, own_classes
 
 # What torch sets on an optimizer: also its schedulers and its GradScaler, for a moment or for good.
 _OF_TORCH = frozenset(
@@ -48,6 +48,11 @@ def hidden_state(
                 f"{name}.{key}": value
                 for key, value in attributes_of(one).items()
                 if key not in _OF_TORCH and not key.startswith(hidden)
+            }
+            found |= {
+                f"{name}: {kind.__name__}.{key}": value
+                for kind in own_classes(one)
+                for key, value in attributes_of(kind).items()
             }
         for hooks in _HOOKS:
             found |= _of_functions(name, vars(one).get(hooks, {}).values())
