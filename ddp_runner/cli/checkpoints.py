@@ -88,8 +88,9 @@ def _export(catalog: Catalog, which: str, arguments: Arguments) -> int:
 def _prune(catalog: Catalog, arguments: Arguments) -> int:
     written = arguments.values.get("--keep", "")
     if not written.isdecimal() or int(written) < 1:
+        must = "must be" if written else "is required:"
         raise BadInputError(
-            "--keep", written, "is required: the number of checkpoints to keep, 1 or more"
+            "--keep", written, f"{must} the number of checkpoints to keep, 1 or more"
         )
     keep, is_dry = int(written), _DRY_RUN in arguments.switches
     entries, best = catalog.entries(), catalog.best()

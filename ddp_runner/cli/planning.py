@@ -272,10 +272,12 @@ def plan_launch(
 
 
 def _refuse_no_checkpoint(settings: Settings) -> None:
-    """Raise BadInputError where a checkpoint is asked for by a word, and the folder has none."""
+    """Raise BadInputError where a checkpoint is asked for, and there is none."""
     folder, resume = Path(settings.run.checkpoint_dir), settings.run.resume
+    if resume in ("auto", "none"):
+        return
     with contextlib.suppress(OSError):  # which the claim of the folder says
-        if resume in ("last", "best") and not Catalog(folder).entries():
+        if not Catalog(folder).resolve(resume):
             raise no_checkpoint(resume, folder)
 
 

@@ -93,8 +93,8 @@ def resume_as_given(resume: str) -> tuple[str, str]:
 
 def no_checkpoint(resume: str, folder: Path) -> BadInputError:
     """Return the error where a checkpoint is asked for by a word, and ``folder`` has none."""
-    fresh = f"{words_of(resume='auto')} would start at step 0"
-    expected = f"there is no checkpoint in {folder}; {fresh}"
+    fresh = words_of(resume="auto")
+    expected = f"there is no checkpoint in {folder}; {fresh} would start at step 0"
     return BadInputError(*resume_as_given(resume), expected)
 
 

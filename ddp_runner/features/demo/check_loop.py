@@ -54,6 +54,10 @@ class LoopRuns:
             raise BadInputError(
                 LOOP, self.program[0], "is no file: give FILE.py, and its arguments"
             )
+        in_place = any(word.replace("_", "-") == "--in-place" for word in self.options)
+        if not in_place and b"ddp_runner" not in Path(self.program[0]).read_bytes():
+            expected = "does not call ddp_runner.attach(): a loop that does is checked"
+            raise BadInputError(LOOP, self.program[0], expected)
 
     def kills(self, known: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
         """Return those of the ``known`` kills that can happen in a loop."""

@@ -100,8 +100,10 @@ def run(words: Sequence[str]) -> int:
     said = _take_of_accelerate(sorted_words, script)
     arguments = _with_master(parse_train(_settings(sorted_words, script)), sorted_words.own)
     script = replace(script, rdzv_id=_rdzv_id(arguments, os.environ))
+    is_loop = attaches(script)
+    (_refuse_of_scripts if is_loop else _refuse_of_loops)(sorted_words)
     if several_machines().engine in dict(arguments.nodes):
-        on_each = _on_each(words, sorted_words, is_loop=attaches(script))
+        on_each = _on_each(words, sorted_words, is_loop=is_loop)
         return several_machines().by_engine(on_each, arguments)
     # Imported here, so that --help and wrong words answer without loading what plans a launch, and below what supervises it.
     from ddp_runner.cli.extras import take_keys  # noqa: PLC0415
@@ -117,13 +119,8 @@ def run(words: Sequence[str]) -> int:
         plan = _on_several(plan, sorted_words.own)
     if plan.origins["recovery.max_restarts"] not in ("default", "preset"):
         script = replace(script, restarts=plan.settings.recovery.max_restarts > 0)
-    if attaches(script):
-        _refuse_of_scripts(sorted_words)
+    if is_loop:
         return _supervise(with_loop(plan, script), words, None, token_file)
-    if refused := sorted(set(OF_ATTACHED) & {one.partition("=")[0] for one in sorted_words.shared}):
-        raise BadInputError(
-            refused[0], "", "needs a loop that calls ddp_runner.attach(), which the script does not"
-        )
     if plan.nodes is not None and script.path:  # each machine has its own working folder
         script = replace(script, path=sorted_words.rest[0])
     plan = _with_script(plan, script, sorted_words.own)
@@ -223,6 +220,12 @@ def _refuse_of_scripts(words: _Words) -> None:
         if option in OF_SCRIPTS and _variable_of(option) not in os.environ:
             expected = f"is for other scripts: a loop that calls attach() {OF_SCRIPTS[option]}"
             raise BadInputError(option, "", expected)
+
+
+def _refuse_of_loops(words: _Words) -> None:
+    if refused := sorted(set(OF_ATTACHED) & {one.partition("=")[0] for one in words.shared}):
+        expected = "needs a loop that calls ddp_runner.attach(), which the script does not"
+        raise BadInputError(refused[0], "", expected)
 
 
 def _refuse_mode(settings: Settings, *, ranks: int) -> None:

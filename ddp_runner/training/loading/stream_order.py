@@ -16,7 +16,6 @@ from ddp_runner.data.shards import Deal, ShardPositions, is_sharded, steps_of_ep
 from ddp_runner.data.stream import StreamOrder, StreamPosition
 from ddp_runner.data.workers.count import AUTO
 from ddp_runner.kernel.rules.errors import BadInputError
-from ddp_runner.observe.format import counted
 
 
 def is_stream(dataset: Any) -> bool:
@@ -49,7 +48,7 @@ def too_little(
         expected = f"is more than the data has, {size} samples: take a smaller one or more data"
         return BadInputError("data.global_batch_size", data.global_batch_size, expected)
     times = f"times {data.accumulation} accumulated " if data.accumulation > 1 else ""
-    times += f"times {counted(world_size, 'rank')}"
+    times += f"times {world_size} rank{'s' * (world_size != 1)}"
     if data.accumulation_total:
         times = f"times accumulation_total={data.accumulation_total}"
     return BadInputError(
