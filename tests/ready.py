@@ -47,6 +47,7 @@ ENVIRONMENT = {
 # What the command imports on its way, beside the features: the supervisor, the screens and all that they need.
 _PRELOADED = (
     *(
+        "ddp_runner.cli.planning",
         "ddp_runner.cli.train",
         "ddp_runner.features.script.run_command",
         "ddp_runner.supervisor.assembly",
