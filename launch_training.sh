@@ -9,17 +9,18 @@
 set -euo pipefail
 trap 'printf "ddp_runner: interrupted\n" >&2; exit 130' INT
 trap '' USR2 # asks a run for a checkpoint, and there is none yet
+# A Ctrl-C is held back until start.py answers it with one line, where `env` knows how. First of all:
+# the shell forgets one that comes while a $(...) ends well.
+if [[ -z ${DDP_RUNNER_HELD:-} ]] && /usr/bin/env --block-signal=INT true 2>/dev/null; then
+    DDP_RUNNER_HELD=1 exec /usr/bin/env --block-signal=INT "$BASH" "${BASH_SOURCE[0]}" "$@"
+fi
+unset DDP_RUNNER_HELD
+
 # Without a PATH (env -i) the shell makes one up, which nobody else sees and which may end with the
 # working directory.
 if [[ $(declare -p PATH 2>/dev/null) != 'declare -x'* ]]; then
     export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 fi
-
-# A Ctrl-C is held back until start.py answers it with one line, where `env` knows how.
-if [[ -z ${DDP_RUNNER_HELD:-} ]] && /usr/bin/env --block-signal=INT true 2>/dev/null; then
-    DDP_RUNNER_HELD=1 exec /usr/bin/env --block-signal=INT "$BASH" "${BASH_SOURCE[0]}" "$@"
-fi
-unset DDP_RUNNER_HELD
 
 fail() {
     printf 'ddp_runner: error: %s\n' "$1" >&2

@@ -47,11 +47,14 @@ ENVIRONMENT = {
 # What the command imports on its way, beside the features: the supervisor, the screens and all that they need.
 _PRELOADED = (
     *(
+        "ddp_runner.cli.planning",
         "ddp_runner.cli.train",
         "ddp_runner.features.script.run_command",
         "ddp_runner.supervisor.assembly",
     ),
     "ddp_runner.observe.display",
+    # With networkx, of which the first compilation in a process imports 260 modules.
+    "torch._functorch.partitioners",
 )
 _POPEN = subprocess.Popen
 _STARTED = "started"

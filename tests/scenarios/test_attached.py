@@ -16,7 +16,7 @@ import torch
 from ddp_runner.kernel.rules.exits import ExitCode
 from ddp_runner.training.components.tensor_hash import tensor_hash
 from tests import ready
-from tests.scenarios.conftest import PATIENT, filled_once
+from tests.scenarios.conftest import NO_SPARE, PATIENT, filled_once
 from tests.scenarios.harness import ROOT, Run
 from tests.test_documented import blocks_of
 
@@ -70,9 +70,9 @@ def plant(folder, **places):
 def fault_free(tmp_path_factory, worker_id):
     """What the program saves when nothing happens to it, by its words and the world."""
 
-    def of(*words, world=2, **how):
+    def of(*words, world=2):
         def make(folder):
-            with run_loop(folder, *words, world=world, **how) as run:
+            with run_loop(folder, *words, world=world, options=(NO_SPARE,)) as run:
                 assert run.wait() == 0, run.console
 
         return final(filled_once(tmp_path_factory, worker_id, make, ("attached", words, world)))
@@ -458,14 +458,14 @@ def test_parameters_are_unfrozen_anywhere_before_the_net_is_called(
 
 
 def test_a_replaced_rank_draws_the_same_from_a_dataloader(tmp_path, fault_free):
-    """With workers that are kept from epoch to epoch. torch's sockets need a short path, and are left by kills."""
-    words = ("--own-loader", "--workers", "2", "--steps", "54")
+    """With workers that are kept from epoch to epoch, as without. torch's sockets need a short path, and are left by kills."""
+    words = ("--own-loader", "--steps", "54")
     plant(tmp_path, r1_s7_backward=KILL, r0_s30_forward=RAISE, r0_s51_update=KILL)
-    with tempfile.TemporaryDirectory(dir="/tmp") as short:
-        variables = {"TMPDIR": short}
-        expected = fault_free(*words, variables=variables)
-        with run_loop(tmp_path, *words, variables=variables) as run:
-            assert_as_if_nothing_happened(run, tmp_path, expected, repaired=3)
+    with (
+        tempfile.TemporaryDirectory(dir="/tmp") as short,
+        run_loop(tmp_path, *words, "--workers", "2", variables={"TMPDIR": short}) as run,
+    ):
+        assert_as_if_nothing_happened(run, tmp_path, fault_free(*words), repaired=3)
 
 
 def test_what_breaks_in_a_dataloader_is_repaired(tmp_path, fault_free):

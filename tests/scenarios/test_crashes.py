@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from tests.scenarios.conftest import SETTINGS, STEPS
+from tests.scenarios.conftest import STEPS, WITHOUT_WORKERS
 from tests.scenarios.harness import Run
 from tests.scenarios.workload import TROUBLE_NAME
 
@@ -12,8 +12,8 @@ from tests.scenarios.workload import TROUBLE_NAME
 def test_a_crash_is_reported_with_its_place_and_a_kill_without(tmp_path):
     """A bad memory access names the line of the task; what others did to a rank has no such line."""
     (tmp_path / TROUBLE_NAME).write_text("loss 1 segfault", encoding="utf-8")
-    kill = ("--inject", "kill:rank=0,step=12,phase=forward", "task.pace_s=0", "num_workers=0")
-    with Run(tmp_path, *SETTINGS, *kill, "--max-steps", 24, "log.display=plain") as run:
+    kill = ("--inject", "kill:rank=0,step=12,phase=forward", "task.pace_s=0")
+    with Run(tmp_path, *WITHOUT_WORKERS, *kill, "--max-steps", 24, "log.display=plain") as run:
         assert run.wait() == 0, run.console
     crashed, killed = run.summary()["faults"]
     assert re.fullmatch(r"rank 1 killed \(SIGSEGV in _make, workload\.py:\d+\)", crashed["cause"])
@@ -31,8 +31,8 @@ def test_a_crash_is_reported_with_its_place_and_a_kill_without(tmp_path):
 
 def test_ranks_that_disagree_twice_on_a_collective_are_the_user_s_error(tmp_path):
     """gloo ends a rank for that; the step is tried once more, and what each rank was doing is named."""
-    odd = ("task.odd_at_sample=5", "log.display=plain", "num_workers=0")
-    with Run(tmp_path, *SETTINGS, *odd, world=3) as run:
+    odd = ("task.odd_at_sample=5", "log.display=plain")
+    with Run(tmp_path, *WITHOUT_WORKERS, *odd, world=3) as run:
         assert run.wait() == 1, run.console
     summary = run.summary()
     assert summary["status"] == "failed"

@@ -302,7 +302,7 @@ def test_an_exception_on_all_ranks_at_once_loses_no_step(fault_free, tmp_path, w
 
 def test_the_source_of_the_state_dies_while_it_sends(tmp_path):
     """Another survivor sends in its place: the replacement waits for nobody who is dead."""
-    large = ("task.width=200000", "--max-steps", 14, "save_every_steps=0", *PATIENT)  # 30 MB
+    large = ("task.width=200000", "--max-steps", 9, "save_every_steps=0", *PATIENT)  # 30 MB
     # A spare that builds ahead has the memory that is watched here.
     large += ("recovery.warm_spare=process",)
     with Run(tmp_path / "fault_free", *QUICK, *large, *CHEAP, world=3) as run:

@@ -23,6 +23,7 @@ SMALL = {
     "data.batch_size": 2,
     "data.num_workers": 0,
     "run.device": "cpu",
+    "run.threads_per_rank": 1,
     "log.log_interval": 1,
     "checkpoint.save_every_steps": 0,
     "log.evaluate_batches": 1,

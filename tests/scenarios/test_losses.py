@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.scenarios.conftest import NO_SPARE
 from tests.scenarios.harness import Run
 
 TASKS = Path(__file__).with_name("padded.py")
@@ -83,11 +84,11 @@ def test_accumulated_batches_are_one_batch_cut_so(tmp_path):
         ("batch_size=12", "micro_batch_size=6"),
     )
     kill = ("--inject", "kill:rank=0,step=2,phase=backward")
-    words = [(*sizes[0], *kill), *sizes[1:]]
-    runs = [_trained(tmp_path / str(n), *each, "-e", 2) for n, each in enumerate(words)]
+    words = [(*sizes[0], *kill), *((*size, NO_SPARE) for size in sizes[1:])]
+    runs = [_trained(tmp_path / str(n), *each, "--max-steps", 18) for n, each in enumerate(words)]
     assert [len(run.summary()["faults"]) for run in runs] == [1, 0, 0]
     assert len({run.digest for run in runs}) == 1
-    assert [run.summary()["samples"] for run in runs] == [720] * 3
+    assert [run.summary()["samples"] for run in runs] == [18 * 24] * 3
     assert "global batch  24 = 6 x 2 accumulated x 2 ranks" in runs[0].console
 
 
