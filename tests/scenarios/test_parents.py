@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from tests.scenarios.conftest import PATIENT, WITHOUT_WORKERS
-from tests.scenarios.harness import TRAIN, Run, poll
+from tests.scenarios.harness import Run, poll
 from tests.scenarios.workload import TROUBLE_NAME
 
 HELD = """
@@ -87,8 +87,7 @@ def test_a_zygote_killed_while_it_imports_is_replaced(tmp_path, times, code):
     held, task = tmp_path / "held", tmp_path / "held.py"
     held.touch()  # it imports until it is killed, however long this test takes to find it
     task.write_text(HELD.format(held=str(held)), encoding="utf-8")
-    how = {"task": f"{task}:HeldTask", "command": TRAIN}
-    with Run(tmp_path / "run", *WITHOUT_WORKERS, "-e", 1, **how) as run:
+    with Run(tmp_path / "run", *WITHOUT_WORKERS, "-e", 1, task=f"{task}:HeldTask") as run:
         for _ in range(times):
             zygote = poll(lambda: importing(run), what="the zygote")
             run.signal(signal.SIGKILL, zygote.pid)
@@ -104,12 +103,10 @@ def test_a_zygote_killed_while_it_imports_is_replaced(tmp_path, times, code):
 
 
 def importing(run):
-    """The zygote while it imports: it has forked nobody, which it would do as soon as it can."""
+    """The zygote while it imports: the task holds it there."""
     with contextlib.suppress(psutil.NoSuchProcess, ValueError):
         children = psutil.Process(run.process.pid).children()
-        (zygote,) = [
-            child for child in children if "ddp_runner.kernel.rank.zygote" in child.cmdline()
-        ]
+        (zygote,) = [child for child in children if child.name() == "ddp:zygote"]
         return zygote
     return None
 
