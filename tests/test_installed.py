@@ -38,6 +38,18 @@ class Mine:
 
 print("the package is in", ddp_runner.__path__[0], flush=True)
 """
+# The installed command, with one line of words after the other, in one process; what each prints.
+IN_A_ROW = """
+import contextlib, io, json, runpy, sys
+command, printed = sys.argv[1], []
+for words in json.loads(sys.argv[2]):
+    sys.argv, said = [command, *words], io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        with contextlib.suppress(SystemExit):
+            runpy.run_path(command, run_name="__main__")
+    printed.append(said.getvalue())
+print(json.dumps(printed))
+"""
 
 
 # One test process has all of these tests, and builds it once.
@@ -122,9 +134,14 @@ def test_what_is_installed_trains_and_speaks_of_its_own_command(installed, tmp_p
         ["--help"],
         *([name, "--help"] for name in ("report", "checkpoints", "doctor", "demo", "check")),
     ]
-    for words in (*pages, ["--help-settings"], ["trian"], ["report"], ["--task", "none.py"]):
-        done = answer(command, *words, cwd=tmp_path)
-        said = done.stdout + done.stderr
+    asked = [*pages, ["--help-settings"], ["trian"], ["report"]]
+    answers = answer(installed / "python", "-c", IN_A_ROW, command, json.dumps(asked), cwd=tmp_path)
+    assert answers.returncode == 0, answers.stderr
+    refused = answer(command, "--task", "none.py", cwd=tmp_path)
+    asked.append(["--task", "none.py"])
+    all_said = [*json.loads(answers.stdout), refused.stdout + refused.stderr]
+    for words, said in zip(asked, all_said, strict=True):
+        assert said
         assert "Traceback" not in said, said
         assert "launch_training" not in said, said
         assert "checkout" not in said, said

@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ddp_runner.checkpoint import catalog, store
 from tests.scenarios.workload import Calls, PacedTask
 
+_M_MMAP_THRESHOLD = -3  # of mallopt(3)
 LIMITED = "limited"  # in the folder where the run was started: its memory is, from now on
 
 
@@ -114,7 +115,8 @@ class RefusedInOptimizerTask(SmoothTask):
         self._is_inside = True
         if self._all_are:
             meet("inside")
-        ctypes.CDLL(None).malloc_trim(0)  # what was freed and kept would be enough
+        # What this process has freed and kept would be enough: each tensor gets memory from the system.
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 16)
         limit_address_space(self._room_mb)
         try:
             optimizer.step()

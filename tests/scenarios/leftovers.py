@@ -24,6 +24,8 @@ _INODE_AT = _HEADER.size + 68
 # Under which glibc makes a semaphore before it gets its name: a process that is killed within those
 # microseconds leaves 32 bytes that nobody can distinguish from a user's own semaphore, and so nobody removes.
 _HALF_MADE = re.compile(r"sem\.[A-Za-z0-9]{6}")
+# That name is what its maker's maps show, so a rank's semaphores say whose they are by the other one.
+_OF_RANK = re.compile(r"sem\.ddp([0-9]+)-")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +131,7 @@ def shared_memory():
 
 def ownerless_shared_memory(names):
     """Those entries of /dev/shm, of ``names``, that no living process has open or mapped."""
-    left = set(names)
+    left = {name for name in names if not _is_of_living_rank(name)}
     for pid in reversed(_pids()):  # the owners of what other tests have just made are young, too
         if not left:
             break
@@ -138,6 +140,11 @@ def ownerless_shared_memory(names):
             targets += _content(f"/proc/{pid}/maps").decode(errors="replace")
         left -= {name for name in left if _stands_in(str(_SHARED_MEMORY / name), targets)}
     return {name for name in left if (_SHARED_MEMORY / name).exists()}
+
+
+def _is_of_living_rank(name):
+    found = _OF_RANK.match(name)
+    return found is not None and Path(f"/proc/{found[1]}").exists()
 
 
 def _stands_in(path, targets):

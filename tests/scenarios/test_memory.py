@@ -9,7 +9,7 @@ import torch
 
 from tests.scenarios.cgroups import memory_cgroup
 from tests.scenarios.conftest import PATIENT
-from tests.scenarios.harness import TRAIN, WORKLOAD, Run
+from tests.scenarios.harness import WORKLOAD, Run
 from tests.scenarios.hungry import LIMITED
 
 pytestmark = pytest.mark.whole_run
@@ -86,8 +86,7 @@ def test_what_an_optimizer_has_half_made_is_never_used(made_once, tmp_path):
     """A real limit, in the middle of making its state: the rank is replaced by one that needs less."""
     short = ("--max-steps", 3)
     calm = made_once(*SETTINGS, *short, "task.rank=7", task=REFUSED, world=2)
-    # Of its own, a fresh process has no free memory with which it could do in spite of the limit.
-    run = finish(tmp_path, *short, "task.rank=1", task=REFUSED, command=TRAIN)
+    run = finish(tmp_path, *short, "task.rank=1", task=REFUSED)
     summary = run.summary()
     assert {fault["kind"] for fault in summary["faults"]} == {"out_of_memory"}
     (half_made,) = run.folder.glob("half_made_*")

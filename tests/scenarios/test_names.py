@@ -53,7 +53,7 @@ def command(folder, *words):
 
 def trained(folder, *words):
     """The run that these words start in ``folder``, at its end."""
-    with Run(folder, *words, task=None) as run:
+    with Run(folder, *words, task=None, world=1) as run:
         code = run.wait()
     return code, run.console
 
@@ -110,8 +110,8 @@ def test_two_runs_of_different_names_in_one_folder_at_once(tmp_path):
     (tmp_path / "mine.py").write_text(textwrap.dedent(TASK))
     long = ("--task", "mine.py", *SHORT, "1000000", "--audit")
     with (
-        Run(tmp_path, *long, task=None) as one,
-        Run(tmp_path, *long, "--name", "b", task=None) as b,
+        Run(tmp_path, *long, task=None, world=1) as one,
+        Run(tmp_path, *long, "--name", "b", task=None, world=1) as b,
     ):
         one.logs, one.checkpoints = tmp_path / "logs" / "mine", tmp_path / "checkpoints" / "mine"
         b.logs, b.checkpoints = tmp_path / "logs" / "b", tmp_path / "checkpoints" / "b"

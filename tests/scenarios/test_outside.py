@@ -171,9 +171,9 @@ def test_a_single_pod_trains_supervised(tmp_path):
 
 def test_a_launch_beside_another_is_refused(tmp_path):
     """Also where the shell that started the first one has ended: that is none of its business."""
-    with alone(tmp_path) as run:
+    with alone(tmp_path, **ready.environment()) as run:
         run.wait_for_step(3)
-        [rank] = [process.pid for process in run.processes() if process.pid != run.process.pid]
+        rank = rank_process(run, 0).pid
         run.signal(signal.SIGKILL)
         run.process.wait(DEADLINE_S)
         step = run.committed()

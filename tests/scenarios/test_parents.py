@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from tests.scenarios.conftest import PATIENT, WITHOUT_WORKERS
-from tests.scenarios.harness import TRAIN, Run, poll
+from tests.scenarios.harness import Run, poll
 from tests.scenarios.workload import TROUBLE_NAME
 
 HELD = """
@@ -35,30 +35,50 @@ def test_a_rank_that_holds_the_interpreter_lock_dies_with_its_supervisor(tmp_pat
         run.assert_machine_clean()
 
 
-def test_a_rank_that_is_killed_with_the_zygote_waits_for_no_import(tmp_path):
-    """The spare takes its place while the next zygote imports; that one forks the next replacement."""
+def wait_for_repairs(run, count):
+    poll(lambda: len(run.events("repaired")) == count, what=f"repair {count}:\n{run.console}")
+
+
+def wait_for_spares(run, count):
+    poll(lambda: len(run.events("spare_ready")) >= count, what=f"spare {count}:\n{run.console}")
+
+
+def test_nobody_waits_for_the_import_of_a_zygote_that_replaces_another(tmp_path):
+    """The spare takes a rank's place while the next zygote imports; that one forks the next replacement.
+
+    From then on another one stands by: killed with a rank and the spare, a zygote is missed by nobody.
+    """
     held, task = tmp_path / "held", tmp_path / "held.py"
     task.write_text(HELD.format(held=str(held)), encoding="utf-8")
     settings = ("-b", 8, "--max-steps", 100000, "num_workers=0", "task.pace_s=0.05", "--audit")
     with Run(tmp_path / "run", *settings, *PATIENT, task=f"{task}:HeldTask") as run:
         run.wait_for_event("spare_ready")
+        assert "ddp:standby" not in {process.name for process in run.processes()}
         held.touch()
         zygote, rank = run.named("ddp:zygote").pid, run.rank_pid(1)
         run.signal(signal.SIGKILL, zygote)
         run.wait_for_event("zygote_ended")
         run.signal(signal.SIGKILL, rank)
-        run.wait_for_event("repaired")
+        wait_for_repairs(run, 1)
         assert len(run.events("zygote_ready")) == 1, "the first one's"
         run.signal(signal.SIGKILL, run.rank_pid(0))
         run.wait_for_event("plan", culprit=0)
         held.unlink()
-        poll(lambda: len(run.events("repaired")) == 2, what=f"the second repair:\n{run.console}")
+        wait_for_repairs(run, 2)
+        for count, rank in ((2, 1), (3, 0)):
+            wait_for_spares(run, count)
+            run.named("ddp:standby")
+            names = ("ddp:zygote", f"ddp:rank{rank}", "ddp:spare")
+            run.signals_at_once(*((signal.SIGKILL, run.named(name).pid) for name in names))
+            wait_for_repairs(run, count + 1)
         run.signal(signal.SIGTERM)
         assert run.wait() == 75, run.console
-    faults = [(fault["kind"], fault["rank"]) for fault in run.summary()["faults"]]
-    assert faults == [("rank_killed", 1), ("rank_killed", 0)]
+    faults = run.summary()["faults"]
+    killed = [(fault["kind"], fault["rank"], fault["steps_lost"]) for fault in faults]
+    assert killed == [("rank_killed", rank, 0) for rank in (1, 0, 1, 0)]
     assert [event["rank"] for event in run.events("spare_taken")] == [1]
-    assert len(run.events("zygote_ready")) == 2
+    assert len(run.events("zygote_ready")) == 2, "no other one has imported"
+    assert len(run.events("zygote_replaced")) == 2
 
 
 @pytest.mark.parametrize(("times", "code"), [(1, 0), (3, 1)], ids=["once", "every time"])
@@ -67,8 +87,7 @@ def test_a_zygote_killed_while_it_imports_is_replaced(tmp_path, times, code):
     held, task = tmp_path / "held", tmp_path / "held.py"
     held.touch()  # it imports until it is killed, however long this test takes to find it
     task.write_text(HELD.format(held=str(held)), encoding="utf-8")
-    how = {"task": f"{task}:HeldTask", "command": TRAIN}
-    with Run(tmp_path / "run", *WITHOUT_WORKERS, "-e", 1, **how) as run:
+    with Run(tmp_path / "run", *WITHOUT_WORKERS, "-e", 1, task=f"{task}:HeldTask") as run:
         for _ in range(times):
             zygote = poll(lambda: importing(run), what="the zygote")
             run.signal(signal.SIGKILL, zygote.pid)
@@ -84,12 +103,10 @@ def test_a_zygote_killed_while_it_imports_is_replaced(tmp_path, times, code):
 
 
 def importing(run):
-    """The zygote while it imports: it has forked nobody, which it would do as soon as it can."""
+    """The zygote while it imports: the task holds it there."""
     with contextlib.suppress(psutil.NoSuchProcess, ValueError):
         children = psutil.Process(run.process.pid).children()
-        (zygote,) = [
-            child for child in children if "ddp_runner.kernel.rank.zygote" in child.cmdline()
-        ]
+        (zygote,) = [child for child in children if child.name() == "ddp:zygote"]
         return zygote
     return None
 

@@ -17,7 +17,7 @@ HALF_UPDATES = f"{Path(__file__).with_name('hungry.py')}:HalfUpdatesTask"
 
 STEPS = 72
 SETTINGS = (
-    *("-b", 8, "num_workers=1", "log.display=plain", "--audit", "task.pace_s=0.01"),
+    *("-b", 8, "num_workers=0", "log.display=plain", "--audit", "task.pace_s=0.01"),
     *("evaluate_every_steps=10", "evaluate_interval=0", "save_every_steps=10", "save_interval=0"),
     *("recovery.max_restarts=100", "recovery.no_progress_generations=5", "keep_last=9"),
     "recovery.hang_min_s=4",  # one rank is stopped; a busy machine holds none for so long
@@ -91,7 +91,7 @@ def reported_step(kind, phase, step):
 @pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_half_updated_weights_never_spread(fault_free, tmp_path, world):
     """Killed or raised between two parameters, on one rank or on all: such a state is nobody's source."""
-    steps = (*SETTINGS, "--max-steps", conftest.STEPS, "task.pace_s=0", "num_workers=0")
+    steps = (*SETTINGS, "--max-steps", conftest.STEPS, "task.pace_s=0")
     plan = "task.plan=5-1-kill+12-0-raise+19-all-raise"
     with Run(tmp_path / "faults", *steps, plan, world=world, task=HALF_UPDATES) as run:
         assert run.wait() == 0, run.console
@@ -114,7 +114,7 @@ def test_a_rank_that_was_declared_dead_comes_back_to_nothing(fault_free, tmp_pat
     By then the disk has taken its time: the save would be over at once.
     """
     settings = (*SETTINGS, "--max-steps", conftest.STEPS, "hang_min_s=2.5", "task.pace_s=0.08")
-    settings += ("memory_every=0", "num_workers=0")  # no other process writes for it
+    settings += ("memory_every=0",)  # no other process writes for it
     slow = ("--inject", "slow_disk:rank=0,step=6,seconds=2,phase=data")
     with Run(tmp_path, *settings, *slow) as run:
         first = run.wait_for_event("rank_formed", rank=0)["pid"]

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from tests import ready
+
 from .test_scripts import run_script
 
 SCRIPT = """
@@ -129,7 +131,8 @@ def test_an_exception_that_only_record_has_seen_is_the_cause(tmp_path):
 def test_of_a_program_the_recorded_error_says_more_than_its_exit_code(tmp_path):
     """Of two that end with 1, the one that lost its peer may be the first to do so."""
     script = own(tmp_path, "record(main)()")
-    with run_script(tmp_path, sys.executable, script, options=("--no-python",)) as run:
+    forks = {"environment": ready.environment(programs=True)}
+    with run_script(tmp_path, sys.executable, script, options=("--no-python",), **forks) as run:
         assert run.wait() == 1, run.console
     attempt = run.summary()["attempts"][0]
     assert (attempt["rank"], attempt["cause"]) == (1, "ValueError: row 17 is bad")

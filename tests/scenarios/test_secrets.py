@@ -138,7 +138,7 @@ def test_the_last_words_of_a_rank_are_published_without_its_secrets(tmp_path, tm
     beside = tmp_path_factory.mktemp("beside")
     (beside / "run.yaml").write_text("max_steps: 2\n")
     (beside / ".env").write_text(f"DB_PASSWORD={SHORT}\n")
-    words = (*SETTINGS, "--config", beside / "run.yaml")
+    words = (*SETTINGS, "--config", beside / "run.yaml", "num_workers=0")
     with Run(tmp_path, *words, task=ABORTING) as run:
         assert run.wait() == 0, run.console
     assert SHORT in (run.logs / "rank_1.log").read_text(encoding="utf-8")

@@ -78,29 +78,6 @@ def test_nobody_waits_for_a_stopped_rank_nor_for_the_last_answer(calm, tmp_path)
     assert [fault["steps_lost"] for fault in run.summary()["faults"]] == [0]
 
 
-def test_once_a_zygote_was_killed_no_repair_waits_for_an_import(tmp_path):
-    """Another one stands by from then on; killed with a rank and the spare, a zygote is missed by nobody."""
-    endless = ("--max-steps", 100_000, "task.pace_s=0.05", "--audit")
-    with Run(tmp_path, *SETTINGS, *endless, task=TASK) as run:
-        run.wait_for_event("spare_ready")
-        assert "ddp:standby" not in {process.name for process in run.processes()}
-        run.signal(signal.SIGKILL, run.named("ddp:zygote").pid)
-        run.wait_for_event("zygote_ended")
-        poll(lambda: len(run.events("zygote_ready")) == 2, what="the second zygote")
-        for number, rank in enumerate((1, 0), start=1):
-            spares = len(run.events("spare_ready"))
-            names = ("ddp:zygote", f"ddp:rank{rank}", "ddp:spare")
-            run.named("ddp:standby")
-            run.signals_at_once(*((signal.SIGKILL, run.named(name).pid) for name in names))
-            wait_for_repairs(run, number)
-            poll(lambda seen=spares: len(run.events("spare_ready")) > seen, what="another spare")
-        run.signal(signal.SIGTERM)
-        assert run.wait() == 75, run.console
-    assert len(run.events("zygote_ready")) == 2, "no other one has imported"
-    assert len(run.events("zygote_replaced")) == 2
-    assert [fault["steps_lost"] for fault in run.summary()["faults"]] == [0, 0]
-
-
 # Rank, phase. All of them at the end of the run, where no step can be committed any more.
 HARMS_AT_THE_END = (
     *("exit:rank=1,phase=compare", "exit:rank=1,phase=evaluate", "kill:rank=1,phase=evaluate"),

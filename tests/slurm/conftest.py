@@ -23,8 +23,9 @@ RANKS = 2
 
 def pytest_collection_modifyitems(items):
     """All of this folder."""
+    folder = f"{Path(__file__).parent}/"
     for item in items:
-        if Path(__file__).parent in item.path.parents:
+        if str(item.path).startswith(folder):
             item.add_marker(pytest.mark.slurm)
             item.add_marker(pytest.mark.whole_run)
 

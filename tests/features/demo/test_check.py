@@ -69,7 +69,7 @@ def folders(tmp_path):
 @pytest.mark.timeout(600)
 def test_all_holds_of_a_sound_task(start, tmp_path):
     """A row for each kill, with its repair; the folder is gone."""
-    check = start("--json", "--task", SOUND, "--max-steps", "20", "num_workers=1")
+    check = start("--json", "--task", SOUND, "--max-steps", "20", "num_workers=0")
     text, progress = check.communicate(timeout=DEADLINE_S)
     assert check.returncode == 0, text + progress
     reported = json.loads(text)
@@ -157,7 +157,7 @@ def test_what_check_does_not_take_is_one_line(tmp_path, monkeypatch, capsys):
 
 
 def test_a_signal_ends_everything_and_removes_the_folder(start, tmp_path):
-    check = start("--task", SOUND, "--max-steps", "100000")
+    check = start("--task", SOUND, "--max-steps", "100000", "num_workers=0")
     deadline_s = time.monotonic() + DEADLINE_S
     while not any(path.stat().st_size for path in tmp_path.glob("folders/*/*/logs/metrics.jsonl")):
         assert check.poll() is None

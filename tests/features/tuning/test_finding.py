@@ -31,6 +31,7 @@ GREEDY = """
     from ddp_runner import Datasets
 
     LENGTH = 500
+    HELD = []
 
     class Texts(torch.utils.data.Dataset):
         def __len__(self):
@@ -40,8 +41,8 @@ GREEDY = """
             return torch.ones(LENGTH)
 
     class Mine:
-        def __init__(self, pause=0.0):
-            self.pause = pause
+        def __init__(self, pause=0.0, pause_beyond=0.0):
+            self.pause, self.pause_beyond = pause, pause_beyond
 
         def build_datasets(self):
             return Datasets(train=Texts())
@@ -55,8 +56,9 @@ GREEDY = """
             count = len(batch)
             if count == 3:  # more than any system allows
                 torch.empty(2**60)
-            if count > 3:  # allowed, and more than the limit of this search
-                held = [torch.ones(5_000_000) for _ in range(150)]
+            if count > 3 and not HELD:  # allowed, and more than the limit of this search
+                HELD.extend(torch.ones(5_000_000) for _ in range(40))
+                time.sleep(self.pause_beyond)
             return model(batch).square().mean()
 """
 # A line through points, which a rate above 1 never finds.
@@ -130,26 +132,44 @@ def contents(folder):
     }
 
 
+def table_of(text):
+    """The rows that a search has shown, by their size."""
+    rows = [re.split(r" {2,}", line.strip()) for line in text.splitlines()]
+    return {row[0]: row[1:] for row in rows if row[0].isdecimal()}
+
+
 @pytest.mark.timeout(400)
 def test_the_largest_batch_below_the_limit_is_found(start, tmp_path):
-    """One size ends a rank beyond the limit, one is refused its memory; nothing is left of any of them."""
-    words = ("--find-batch-size", "0.75", "-b", "2", "max_memory_gb=2", "num_workers=0")
-    code, text, errors = ended(start(GREEDY, *words, is_cold=True))
+    """One size takes more than the limit, one is refused its memory; nothing is left of any of them."""
+    words = ("--find-batch-size", "0.75", "-b", "2", "max_memory_gb=1", "num_workers=0")
+    code, text, errors = ended(start(GREEDY, *words))
     assert code == 0, text + errors
-    rows = [re.split(r" {2,}", line.strip()) for line in text.splitlines()]
-    table = {row[0]: row[1:] for row in rows if row[0].isdecimal()}
+    table = table_of(text)
     assert list(table) == ["2", "4", "3"], text
     assert table["2"][-1] == "fits"
     assert float(table["2"][-2].replace(",", "")) > 0
-    assert table["4"][-1] == "does not fit: a rank was ended beyond the limit"
-    assert 1.5 <= float(table["4"][0].removesuffix(" GB")) < 4, "it was ended in time"
+    assert table["4"][-1].startswith("does not fit")
     assert table["3"][-1].startswith("does not fit: out of memory: can't allocate memory")
-    assert "limit for each rank: 75% of max_memory_gb=2" in text
+    assert "limit for each rank: 75% of max_memory_gb=1" in text
     assert re.search(
         r"the largest that fits is 2; to use it:\n +--batch-size 2 +steps of 4 samples, as asked\n",
         text,
     )
     assert list(contents(tmp_path / "work")) == ["mine.py"]
+    assert list(tmp_path.glob("folders/ddp_runner*")) == []
+
+
+@pytest.mark.timeout(400)
+def test_a_rank_that_takes_more_than_its_limit_is_ended_in_time(start, tmp_path):
+    """By who watches it from outside, at its size: no search of the machine's memory ends the machine."""
+    words = ("--find-batch-size", "0.75", "-b", "1", "max_memory_gb=1", "num_workers=0")
+    task = GREEDY.replace("count > 3", "count")
+    code, text, errors = ended(start(task, *words, "task.pause_beyond=60", is_cold=True))
+    assert code == 1, text + errors
+    (row,) = table_of(text).values()
+    assert row[-1] == "does not fit: a rank was ended beyond the limit"
+    assert 0.75 <= float(row[0].removesuffix(" GB")) < 2, "it was ended in time"
+    assert "not even batches of 1 fit" in errors
     assert list(tmp_path.glob("folders/ddp_runner*")) == []
 
 

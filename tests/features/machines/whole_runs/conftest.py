@@ -26,8 +26,9 @@ SETTINGS = (
 
 def pytest_collection_modifyitems(items):
     """What starts nodes is a whole run."""
+    folder = f"{Path(__file__).parent}/"
     for item in items:
-        if Path(__file__).parent in item.path.parents and "nodes" in item.fixturenames:
+        if str(item.path).startswith(folder) and "nodes" in item.fixturenames:
             item.add_marker(pytest.mark.whole_run)
 
 

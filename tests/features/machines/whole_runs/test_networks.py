@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import uuid
 from pathlib import Path
 
@@ -72,30 +71,29 @@ class Network:
 
     def start(self, number, folder, *words):
         """A supervisor on machine ``number``."""
+        command = ("train", "--cpu", "-n", 1, NO_DRILLS, ONE_THREAD)
+        command += ("--task", f"{WORKLOAD}:PacedTask", "-l", folder / "logs", "-c", folder / "kept")
+        self._start(number, folder, *command, *SETTINGS, *words)
+
+    def run_script(self, number, folder, *words):
+        """``run`` on machine ``number``."""
+        options = ("-l", folder / "logs", "log.display=plain")
+        self._start(number, folder, "run", "--cpu", "-n", 1, *options, *words)
+
+    def _start(self, number, folder, *words):
         folder.mkdir(exist_ok=True)
         name, value = self.mark.split("=")
         variables = {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder), "DDP_RUNNER_TOKEN": TOKEN}
-        command = ("train", "--cpu", "-n", 1, NO_DRILLS, ONE_THREAD)
-        command += ("--task", f"{WORKLOAD}:PacedTask", "-l", folder / "logs", "-c", folder / "kept")
         shell = f"/proc/{self.shell.pid}"
         with (folder / "console.txt").open("ab") as output:
             process = ready.shared().start(
-                [str(word) for word in (*command, *SETTINGS, *words)],
+                [str(word) for word in words],
                 cwd=folder,
                 output=output,
                 env={**os.environ, **variables, name: value},
                 namespaces=(f"{shell}/ns/user", f"{shell}/root/run/netns/node{number}"),
             )
         self.started.append(process)
-
-    def run_script(self, number, folder, *words):
-        """``run`` on machine ``number``."""
-        environment = f"PYTHONPATH={ROOT} TMPDIR={folder} DDP_RUNNER_TOKEN={TOKEN} {self.mark}"
-        command = (sys.executable, "-m", "ddp_runner", "run", "--cpu", "-n", 1, "-l", "logs")
-        words = " ".join(map(str, (*command, "log.display=plain", *words)))
-        self.run(
-            f"cd {folder}; {environment} ip netns exec node{number} {words} >> console.txt 2>&1 &"
-        )
 
     def end(self):
         with self.shell:  # which closes its pipes and waits
