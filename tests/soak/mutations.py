@@ -276,7 +276,7 @@ MUTATIONS = (
     ),
     _break(
         "carried-is-lost",
-        "self._began_again |= self._has_formed or self.committed_step > 0",
+        "self.began_again |= self._has_formed or self.own_step > 0",
         "pass",
     ),
     _break(

@@ -27,7 +27,7 @@ from ddp_runner.kernel.step.runtime import Runtime
 from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.training.components.optimizer_state import hidden_state
 from ddp_runner.training.components.sync_batchnorm import SyncedNorms
-from ddp_runner.training.exactness.first_step import report_lost_local, report_lost_names
+from ddp_runner.training.exactness.first_step import report_lost_carried, report_lost_local
 from ddp_runner.training.figures.train_report import TrainReport
 from ddp_runner.training.loading.loaders import waiting
 from ddp_runner.training.local_state.by_value import KeptLocally
@@ -520,8 +520,7 @@ class AttachedRun:
         self._name_carried([] if frame is None else self._variables.look(frame), _CURE)
         for watched, cure in self._watched:
             self._name_carried(watched.look(), cure)
-        if lost := self._state.take_carried():
-            report_lost_names(self._parts, lost)
+        report_lost_carried(self._parts)
 
     def _name_carried(self, names: list[str], cure: str) -> None:
         assert self._state is not None, "there are steps"
