@@ -264,6 +264,7 @@ class LoopSteps:
             raise RepeatStep from error
         if self._agreed is None:
             raise RepeatStep
+        self._watched.update_begins(self._agreed)
         self._commit.begin_change()
         self._begun_at_update = collectives_begun()
 
