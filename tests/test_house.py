@@ -31,10 +31,10 @@ NEVER = {
 
 COUNTS = {
     "imports by the kernel of what is outside it": 0,
-    "files with one importer and under 120 lines": 13,
+    "files with one importer and under 120 lines": 12,
     "functions of more than 60 lines": 1,
     "functions of nine parameters or more": 3,
-    "files": 566,
+    "files": 567,
 }
 
 

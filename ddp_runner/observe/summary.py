@@ -123,7 +123,7 @@ def time_parts(time_s: TimeShares | Mapping[str, Any]) -> list[tuple[str, float]
 class Difference:
     """Describes a failed drill of ``rank`` at ``step``, with the first difference in ``first_in``.
 
-    ``cause``: the name that the diagnosis gives it, empty without a diagnosis. ``places``: names of the state outside
+    ``cause``: the name that the diagnosis gives it, empty without one; an update differs by ``state`` alone. ``places``: names of the state outside
     the model that cause the difference. ``undone``: all ranks have rolled back to a state from before the error.
     ``host``: of the rank, with several machines.
     """
@@ -334,7 +334,11 @@ class RunFindings:
         """Take the facts about the result from an event."""
         if isinstance(event, events.Drill) and event.differs:
             found = Difference(
-                rank=event.rank, step=event.step, first_in=event.differs, host=event.host
+                rank=event.rank,
+                step=event.step,
+                first_in=event.differs,
+                cause="state" if event.updated else "",
+                host=event.host,
             )
             self.differences += [found] * (len(self.differences) < DIFFERENCES_KEPT)
         match event:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -135,6 +135,9 @@ class TrainState:
         # For moments that are to come, by their places.
         self.room: dict[int, dict[str, Tensor]] = {}
         self.lost: list[str] = []  # of the model's own, what could not be put back
+        self.carried: list[str] = []  # what steps use and no other process can have, in words
+        self._carried_lost: set[str] = set()  # of these, what has been said
+        self._has_formed = self.began_again = False  # the latter: the process, or a step of it
         self.only_trained = only_trained
         self.figures: dict[str, float] = {}  # of the newest evaluation, by name
         self.best = self.best_before = Best()  # the latter: without what has found the best
@@ -226,6 +229,7 @@ class TrainState:
         learnt = {
             "followed": self.buffers.followed_names(),
             "relaid": self.buffers.relaid_names(),
+            "carried": list(self.carried),
             "improvement": self.improvement.state_dict(),
             "figures": dict(self.figures),
             "best": asdict(self.best) if self.best.step else {},
@@ -380,6 +384,7 @@ class TrainState:
         self.buffers.keep()  # after it: buffers that are not saved come from there, and a skipped step puts them back
         self.start = self.start or dict(start_record(state))
         self.is_rehearsed = bool(state.get("rehearsed", False))
+        self.note_carried(map(str, state.get("carried", ())))
         self.local.go_to(
             committed_step, state.get(LOCAL), is_begin=committed_step == self.first_step
         )
@@ -512,7 +517,7 @@ class TrainState:
         self.buffers.drop()
         self.side.drop()
         self.local.put_back()
-        self.take_lost()  # a tensor that it is the first to change stays so, on all ranks alike
+        self._take_not_put_back()  # a tensor that it is the first to change stays so, on all ranks alike
 
     def monitored(self, monitor: Monitor) -> float | None:
         """The figure that is judged by, as it is now, if there is one."""
@@ -540,8 +545,29 @@ class TrainState:
             self.best = self.best_before
         self.judged_step = EMPTY_STEP
 
+    # INVARIANT carried-is-lost: a run whose steps need what is not kept is not exact once a step was begun again,
+    # or a process has begun later than the first step.
+    # Broken if: it is found later than a forming, and nobody asks again.
+    # Guarded by: test_a_counter_that_is_not_kept_makes_a_repaired_run_inexact.
     def take_lost(self) -> list[str]:
         """Return what could not be restored of a given-up step, or of another process, since the last call."""
+        self.began_again |= self._has_formed or self.own_step > 0
+        self._has_formed = True
+        return self._take_not_put_back() + self.take_carried()
+
+    def take_carried(self) -> list[str]:
+        """Return what is carried from step to step and is lost by now, since this was asked."""
+        if not self.began_again:
+            return []
+        found = [one for one in self.carried if one not in self._carried_lost]
+        self._carried_lost.update(found)
+        return found
+
+    def note_carried(self, names: Iterable[str]) -> None:
+        """Take note that these change from step to step, and are not kept."""
+        self.carried += [one for one in dict.fromkeys(names) if one not in self.carried]
+
+    def _take_not_put_back(self) -> list[str]:
         found, self.lost = [f"model.{name}" for name in self.lost], []
         return found + self.side.take_lost()
 

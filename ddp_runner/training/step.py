@@ -122,9 +122,21 @@ class Stepper:
 
         ``while_reducing`` and ``may_commit``: as of :meth:`Commit.ready_to_change`; None where it says no.
         """
-        state, scaler = self._state, self._state.precision.scaler
-        limits = state.loss_spikes.limits()
+        limits = self._state.loss_spikes.limits()
         self._compute(micro_batches, votes=votes, limits=limits)
+        return self.change(limits, while_reducing=while_reducing, may_commit=may_commit)
+
+    def change(
+        self,
+        limits: Limits,
+        *,
+        while_reducing: Callable[[], None] = lambda: None,
+        may_commit: Callable[[], bool] = lambda: True,
+    ) -> StepResult | None:
+        """Check, update and commit, once the gradients are summed over ranks. Raises and returns as :meth:`run`."""
+        state, scaler = self._state, self._state.precision.scaler
+        if self._notes is not None:
+            self._notes.summed(self._replica.carried)
         scale = state.precision.scale()
         agreed = self._commit.ready_to_change(
             scale=scale,
@@ -144,6 +156,8 @@ class Stepper:
             raise no_graph()
         rate = self._learning_rate()
         applied, explosion = self._judged(limits, loss=loss, norm=norm)
+        if self._notes is not None:
+            self._notes.update_begins(is_relaid=agreed.signals[Signal.RELAID] > 0)
         self._commit.begin_change()
         self._update(rate, applied=applied)
         self._commit.end_change(agreed, applied=applied, samples=self._rules.global_batch)

@@ -35,6 +35,7 @@ from ddp_runner.training.exactness.first_step import (
     FirstStep,
     report_inexact,
     report_large_local,
+    report_lost_carried,
     report_lost_local,
 )
 from ddp_runner.training.figures.evaluation import Validation
@@ -293,6 +294,7 @@ class TaskSteps:
         """Reset the loader after a roll-back: the state may have other ranks' shards than this generation."""
         self._loader.go_back(self._peers, step=self._state.committed_step)
         report_lost_local(self._parts)
+        report_lost_carried(self._parts, went_back=True)
 
     def evaluate(self) -> StopReason | None:
         """Evaluate the state as it is; why that was left early, if it was."""

@@ -89,6 +89,7 @@ SAMPLES = [
     events.Proved(rank=0, step=2, what="repeated"),
     messages.DrillAt(rank=1, step=2, diagnoses=True),
     messages.DrillPart(rank=0, step=2, part="state", problem="no"),
+    messages.NotKept(what="state"),
     events.Drill(rank=0, step=2, differs="layer.weight"),
     events.DrillSkipped(rank=0, step=2, text="no"),
     events.Diagnosed(rank=0, step=2, plain="0.weight", places=("task.count",), source="state", had_state=True),

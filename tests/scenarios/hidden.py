@@ -121,3 +121,26 @@ class _OfThisProcess(torch.utils.data.Dataset):
     def __getitem__(self, index):
         inputs, *rest = self._inner[index]
         return (inputs + 0.25 * is_drill(), *rest)
+
+
+class RateByEnvironment(PacedTask):
+    """Has an optimizer whose updates follow a count in the environment."""
+
+    def configure_optimizers(self, model):
+        return _Counting(model.parameters(), lr=0.01)
+
+
+class _Counting(torch.optim.Adam):
+    def step(self, closure=None):
+        os.environ["UPDATES"] = str(1 + int(os.environ.get("UPDATES", "0")))
+        for group in self.param_groups:
+            group["weight_decay"] = 0.001 * int(os.environ["UPDATES"])
+        return super().step(closure)
+
+
+class RateByItself(PacedTask):
+    """Has a scheduler, and an average of the weights by its settings."""
+
+    def configure_optimizers(self, model):
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)

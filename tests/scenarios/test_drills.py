@@ -89,6 +89,38 @@ def test_what_no_state_holds_is_found_with_a_parameter_s_name(tmp_path, name, di
     assert len(warned) == 2, run.console
 
 
+def test_an_update_by_what_no_state_holds_is_found(tmp_path):
+    """No rank has computed anything wrong, and the run is exact until another process makes the updates."""
+    settings = (*SETTINGS, *DRILLS, "task.pace_s=0.15")
+    with Run(tmp_path, *settings, task=task("RateByEnvironment")) as run:
+        for step in (2, 5):
+            run.wait_for_event("drill", step=step)
+        first = (
+            "rank 0 would not compute the same update at step 2: first in weight_decay of the opt"
+        )
+        assert run.console.count(first) == 1
+        assert "would not compute the same update at step 5" not in run.console
+        assert run.events("diagnosed") == []
+        for rank in (0, 1):
+            run.signal(signal.SIGKILL, run.rank_pid(rank))
+        assert run.wait() == 0, run.console
+    reasons = run.summary()["inexact_reasons"]
+    assert any("state that an update uses (in a global" in one for one in reasons), run.console
+
+
+def test_drills_repeat_the_updates_of_a_task(tmp_path):
+    """With its own scheduler, clipping, an average and an accumulated batch: each drill makes the update, and passes."""
+    settings = ("optim.max_grad_norm=0.1", "optim.ema_decay=0.9", "micro_batch_size=2")
+    with Run(
+        tmp_path, *SETTINGS, *settings, *DRILLS, "drill_at=2,5,9", task=task("RateByItself")
+    ) as run:
+        assert run.wait() == 0, run.console
+    found = [(one["differs"], one.get("updated")) for one in run.events("drill")]
+    assert found == [("", True)] * len(found)
+    assert len(found) >= 2
+    assert run.summary()["exact"], run.console
+
+
 def test_a_run_that_must_be_exact_ends_when_a_drill_differs(tmp_path):
     """With exit 1; its state is on disk."""
     settings = (*DRILLS, "recovery.require_exact=true", "task.pace_s=0.15")

@@ -1,4 +1,4 @@
-"""Drills of attached loops: the program runs once more, as a replacement, up to the first backward of the step."""
+"""Drills of attached loops: the program runs once more, as a replacement, up to the update of the step."""
 
 from __future__ import annotations
 
@@ -106,3 +106,56 @@ def test_hidden_state_is_found_and_what_cannot_be_drilled_is_said(tmp_path, flag
     assert run.console.count("of rank 1 skipped: ") == bool(said)
     assert said in run.console
     assert not (tmp_path / "unwound").exists()
+
+
+@pytest.mark.parametrize("rate", ["environment", "iterator"])
+def test_a_rate_that_follows_a_hidden_count_is_found(tmp_path, rate):
+    """All ranks are killed: they agree with each other, and not with the run without faults, which is said."""
+    with run_drilled(tmp_path, "--waits-at", 8, "--rate", rate) as run:
+        for step in (2, 5):
+            run.wait_for_event("drill", step=step)
+        assert run.console.count("would not compute the same update at step 2: first in lr of") == 1
+        assert "would not compute the same update at step 5" not in run.console
+        for rank in (0, 1):
+            run.signal(signal.SIGKILL, run.rank_pid(rank))
+        go(run)
+        assert run.wait() == 0, run.console
+    summary = run.summary()
+    [reason] = summary["inexact_reasons"]
+    assert "state that an update uses (in a global, a closure, the environment" in reason
+    assert [(one["differs"], one["updated"]) for one in run.events("drill")][:2] == [
+        ("lr of the optimizer's group 0", True)
+    ] * 2
+    assert not summary["exact"]
+    assert not (tmp_path / "unwound").exists()
+
+
+def test_a_rate_that_follows_a_kept_count_is_exact_through_a_repair(tmp_path):
+    """Its drills make the update, and pass, before a repair and after it."""
+    with run_drilled(tmp_path, "--waits-at", 8, "--rate", "kept", drills="2,5,8") as run:
+        for step in (2, 5):
+            run.wait_for_event("drill", step=step)
+        run.signal(signal.SIGKILL, run.rank_pid(1))
+        go(run)
+        assert run.wait() == 0, run.console
+    summary = run.summary()
+    assert summary["exact"], run.console
+    assert {(one["differs"], one["updated"]) for one in run.events("drill")} == {("", True)}
+    assert summary["exact_proof"]["repairs_proved"] == "1 of 1", run.console
+
+
+def test_what_a_drill_has_found_makes_a_resume_inexact(tmp_path):
+    """The finding is in the checkpoint; without another process the run itself is exact."""
+    words = ("--waits-at", 8, "--rate", "environment")
+    with run_drilled(tmp_path, *words) as run:
+        for step in (2, 5):
+            run.wait_for_event("drill", step=step)
+        run.signal(signal.SIGTERM)
+        go(run)
+        assert run.wait() == 75, run.console
+    assert run.summary()["exact"], run.console
+    with run_drilled(tmp_path, *words, drills="off") as run:
+        assert run.wait() == 0, run.console
+    [reason] = run.summary()["inexact_reasons"]
+    assert "state that an update uses" in reason
+    assert "could not be kept over a resume" in reason

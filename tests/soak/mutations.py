@@ -276,7 +276,7 @@ MUTATIONS = (
     ),
     _break(
         "carried-is-lost",
-        "self._began_again |= self._has_formed or self.committed_step > 0",
+        "self.began_again |= self._has_formed or self.own_step > 0",
         "pass",
     ),
     _break("pass-leaves-nothing", "self._left = self._between_passes.changed()", "pass"),
@@ -570,6 +570,17 @@ MUTATIONS = (
     _break("trusted-is-held", "one.trusted = min(one.trusted, step)", "pass"),
     _break("three-tries", "tries.count += 1", "pass", after="def asked(self, wish"),
     _break("a-reason-each", "differs_words(rank) in each", "differs_words() in each"),
+    _break(
+        "lacked-is-not-wrong",
+        "finding=finding, host=host",
+        "finding=finding, host=host, inexact_reason=found",
+        after="def _has_other_update",
+    ),
+    _break(
+        "lacked-is-not-wrong",
+        "self._world.send(handle, NotKept(what=UNSEEN_STATE))",
+        "pass",
+    ),
     _break("no-device-for-samples", "and not of_samples", ""),
     _break("no-device-for-samples", "or of_samples", ""),
     _break("last-holder-stays", "if not goes_back and", "if False and"),

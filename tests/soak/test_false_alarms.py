@@ -67,13 +67,21 @@ def test_no_fault_free_run_is_called_wrong(tmp_path):
             assert run.wait(600.0) == 0, f"{name}: {run.console}"
         summary, drills = run.summary(), run.events("drill")
         counts["drills"] += len(drills)
+        counts["updates"] += sum(one.get("updated", False) for one in drills)
         counts["runs with a drill"] += bool(drills)
         counts["runs"] += 1
         names.add(name)
         found = [one["differs"] for one in drills if one["differs"]]
         if found or summary["faults"] or not summary["exact"]:
             alarms.append((number, name, found, summary["inexact_reasons"]))
-        print(number, name, len(drills), alarms[-1:] if found else "", flush=True)
+        print(
+            number,
+            name,
+            len(drills),
+            sum(one.get("updated", False) for one in drills),
+            alarms[-1:] if found else "",
+            flush=True,
+        )
     print(f"{len(names)} kinds, {dict(counts)}, alarms: {alarms}")
     assert alarms == []
     assert counts["runs with a drill"] > 0.8 * counts["runs"]

@@ -13,13 +13,14 @@ from torch import nn
 from ddp_runner.features.proof.loop_comparison import changed_file
 from ddp_runner.features.proof.rules import drilled_rank_of_loop
 from ddp_runner.training.exactness.first_step import NOT_DONE
+from ddp_runner.training.exactness.own_update import Sums, first_unlike, hashes_after
 from ddp_runner.training.own_loop import repeat_check
 from ddp_runner.training.own_loop.drilled_run import LoneBody, ShareWanted
 from ddp_runner.training.own_loop.net import AttachedModule
 from ddp_runner.training.own_loop.repeat_check import RepeatCheck
 from ddp_runner.training.own_loop.watched_step import LoopNotes, WatchedStep
 
-from .building import make_slot
+from .building import build_state, make_slot
 
 
 def small_state():
@@ -27,7 +28,12 @@ def small_state():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
     return SimpleNamespace(
-        model=model, named_parameters=model.named_parameters, committed_step=0, carried=[]
+        model=model,
+        named_parameters=model.named_parameters,
+        committed_step=0,
+        carried=[],
+        tuning=SimpleNamespace(find_unused_parameters=False),
+        buffers=SimpleNamespace(live=lambda: [*model.buffers()]),
     )
 
 
@@ -38,19 +44,32 @@ class EndedError(BaseException):
 class Body:
     """A drilled body of a small net, whose end is written down."""
 
-    def __init__(self):
+    def __init__(self, sums=None):
         self.state = small_state()
         self.net = AttachedModule(self.state.model)
         self.found = []
         wanted = ShareWanted(
-            rank=1, world_size=2, begins=lambda *_: None, ends=self._ends, fails=self._fails
+            rank=1,
+            world_size=2,
+            sums=sums,
+            begins=lambda *_: None,
+            checks=self._checks,
+            ends=self._ends,
+            updated=self._updated,
+            fails=self._fails,
         )
         self.lone = LoneBody(self.net, SimpleNamespace(state=self.state), wanted)
         self.lone.begin()
         self.rows = torch.arange(12.0).reshape(3, 4) / 12
 
-    def _ends(self, parts, share):
+    def _checks(self, parts, share):
         self.found.append(share.gradients)
+
+    def _updated(self, parts):
+        self.found.append("updated")
+        raise EndedError
+
+    def _ends(self, parts):
         raise EndedError
 
     def _fails(self, problem):
@@ -109,6 +128,80 @@ def test_what_is_asked_of_other_ranks_ends_a_drill():
         late.lone.asked("allreduce")
     assert "unused" not in late.found[0]
     assert len(late.found[0]) == len(list(late.state.model.parameters())) - 1
+
+
+def sums_of(body, value):
+    """Sums over ranks that are all ``value``."""
+    gradients = {
+        name: torch.full_like(one, value) for name, one in body.state.model.named_parameters()
+    }
+    return Sums(gradients=gradients, buffers=[])
+
+
+def test_where_sums_are_handed_over_a_body_goes_on_to_its_update():
+    """With them in the gradients, once the whole backward is over; the share was compared before."""
+    body = Body()
+    body = Body(sums=sums_of(body, 0.5))
+    loss = body.loss(body.rows)
+    expected = body.gradients_of(body.loss(body.rows))
+    loss.backward()
+    assert body.found == [expected]
+    assert all((one.grad == 0.5).all() for one in body.state.model.parameters())
+    body.lone.update_begins()
+    with pytest.raises(EndedError):
+        body.lone.end()
+    assert body.found == [expected, "updated"]
+
+
+@pytest.mark.parametrize("by", ["asked", "end"])
+def test_without_an_update_a_body_ends_with_its_share(by):
+    """Where other ranks are asked behind the backward, or no optimizer steps."""
+    body = Body()
+    body = Body(sums=sums_of(body, 0.5))
+    body.loss(body.rows).backward()
+    with pytest.raises(EndedError):
+        body.lone.asked("allreduce") if by == "asked" else body.lone.end()
+    assert len(body.found) == 1
+
+
+def noted_sums(*backwards, relaid=0.0, wants=True):
+    """The sums that are noted of a step with these backwards, each a list of gradients."""
+    state = small_state()
+    notes = LoopNotes.of(state)
+    notes.wants_sums = wants
+    parameter = next(state.model.parameters())
+
+    def take(gradient):
+        notes.gradient(parameter, gradient)
+
+    parameter.register_hook(take)
+    for factor in backwards:
+        (factor * parameter.sum()).backward()
+    notes.update_begins(is_relaid=relaid > 0)
+    return notes.sums
+
+
+def test_the_sums_of_a_step_are_copied_as_its_backward_leaves_them():
+    """Of one backward; what follows from a sum before it, and buffers of another shape, are not handed over."""
+    found = noted_sums(3.0)
+    assert [*found.gradients] == ["0.weight"]
+    assert (found.gradients["0.weight"] == 3.0).all()
+    assert found.buffers == []
+    assert noted_sums(3.0, 1.0) is None
+    assert noted_sums(3.0, relaid=1.0) is None
+    assert noted_sums(3.0, wants=False) is None
+
+
+def test_an_update_is_compared_with_the_options_of_its_optimizer():
+    """They differ a step before the weights do, where they are set behind the update."""
+    state = build_state()
+    before = hashes_after(state)
+    assert first_unlike(before, hashes_after(state)) == ""
+    state.optimizer.param_groups[0]["lr"] *= 2
+    assert first_unlike(before, hashes_after(state)) == "lr of the optimizer's group 0"
+    state.optimizer.param_groups[0]["lr"] /= 2
+    next(state.model.parameters()).data.add_(1.0)
+    assert first_unlike(before, hashes_after(state)) == next(iter(state.weights()))
 
 
 def test_only_the_first_sum_of_a_step_is_noted():

@@ -81,8 +81,8 @@ def main(request: Fork, descriptors: list[int]) -> int:
     def skipped(why: str) -> DrillSkipped:
         return DrillSkipped(rank=spec.rank, step=spec.step, text=why)
 
-    def end(*, differs: str = "", problem: str = "") -> NoReturn:
-        drill = Drill(rank=spec.rank, step=spec.step, differs=differs)
+    def end(*, differs: str = "", updated: bool = False, problem: str = "") -> NoReturn:
+        drill = Drill(rank=spec.rank, step=spec.step, differs=differs, updated=updated)
         _report(channel, skipped(problem) if problem else drill)
         os._exit(0)
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.core.settings import Settings
 from ddp_runner.data.loader import Loader, MicroBatch
 from ddp_runner.features.proof.rules import (
+    AFTER,
     BATCH_FILE,
     HANDED,
     LEFT_OUT,
@@ -30,13 +32,18 @@ from ddp_runner.features.proof.rules import (
     SHARE_FILE,
     SIDE_FILE,
     STATE_FOLDER,
+    SUMS_FILE,
 )
+from ddp_runner.kernel.replica.loss import Loss
+from ddp_runner.kernel.replica.loss_module import LossModule
+from ddp_runner.kernel.replica.replica import Relaid, Replica
 from ddp_runner.kernel.step.runtime import RankInfo
 from ddp_runner.kernel.system.run_files import read_small
 from ddp_runner.kernel.wire.events import Diagnosed, Drill
 from ddp_runner.observe.logger import DDPLogger
 from ddp_runner.training.exactness.apart import stand_apart
 from ddp_runner.training.exactness.own_share import OwnShare, first_difference
+from ddp_runner.training.exactness.own_update import Sums, first_unlike, hashes_after
 from ddp_runner.training.loading.loaders import make_loader
 from ddp_runner.training.loading.preloaded_data import with_preloaded_data
 from ddp_runner.training.local_runtime import Aside
@@ -45,7 +52,8 @@ from ddp_runner.training.local_state.local_state import unpacked
 from ddp_runner.training.starting.compiling import Compiler
 from ddp_runner.training.starting.fork_safety import make_forks_safe
 from ddp_runner.training.starting.resume import load_start
-from ddp_runner.training.step import StepRules, own_share
+from ddp_runner.training.state import TrainState
+from ddp_runner.training.step import Stepper, StepRules, own_share
 from ddp_runner.training.workload import backend_of, build_workload
 
 PLACES_TRIED = 8  # names of state, each given alone
@@ -69,8 +77,12 @@ def compare(
         first = other.share()
         differs = other.unlike_noted(first)
         if "again" not in noted:
-            repeats = not differs or other.share() == first
-            return Drill(rank=rank, step=step, differs=differs, repeats=repeats)
+            if differs:
+                repeats = other.share() == first
+                return Drill(rank=rank, step=step, differs=differs, repeats=repeats)
+            after = other.after_update(folder)
+            differs = "" if after is None else first_unlike(noted[AFTER], after)
+            return Drill(rank=rank, step=step, differs=differs, updated=after is not None)
         again = OwnShare.from_record(noted["again"])
         plain = Diagnosed(rank=rank, step=step, plain=differs)
         return _diagnosed(other, plain, folder=folder, again=again)
@@ -138,6 +150,12 @@ def handed_local(noted: dict[str, Any], folder: Path) -> Tensor | None:
         return None
     found: Tensor = torch.load(folder / LOCAL_FILE, weights_only=True)
     return found
+
+
+def handed_sums(noted: dict[str, Any], folder: Path) -> Sums | None:
+    """Return what the rank's update began with; None where it has not handed that over, or it cannot be read."""
+    found = _handed(folder / SUMS_FILE) if SUMS_FILE in noted.get(HANDED, ()) else None
+    return None if found is None else Sums.from_record(found)
 
 
 def _handed(path: Path) -> Any:
@@ -280,23 +298,82 @@ class Replacement:
         # Its samples are those of before: what was found bad in that very step is known by now.
         self._state.quarantine.merge(self._noted["quarantine"])
 
+    def after_update(self, folder: Path) -> dict[str, str] | None:
+        """Make the update of the share that was just computed, and return the hashes of its result.
+
+        None where the update cannot be made without the other ranks.
+        """
+        sums = handed_sums(self._noted, folder)
+        if sums is None:
+            return None
+        try:
+            rules = self._rules()
+            replica = HandedReplica(self._state, self._workload.loss, sums, rules=rules)
+            stepper = Stepper(self._state, replica, rules=rules, slot=self._runtime.slot)
+            sums.give_gradients(self._state)
+            stepper.change(self._state.loss_spikes.limits())
+        except Exception as error:  # noqa: BLE001 - the share counts, whatever an optimizer raises here
+            _log_left_out("the update", f"{type(error).__name__}: {error}")
+            return None
+        return hashes_after(self._state)
+
     def _own_share(self, micro_batches: list[MicroBatch]) -> OwnShare:
-        settings, workload = self._settings, self._workload
         return own_share(
             self._state,
-            workload.loss,
+            self._workload.loss,
             micro_batches,
-            rules=StepRules(
-                seed=settings.run.seed,
-                rank=self._rank,
-                global_batch=workload.global_batch,
-                total_steps=workload.length.total_steps,
-                first_step=workload.length.first_step,
-                optim=settings.optim,
-                device=workload.device,
-                others=workload.other_devices,
-                turn_to=partial(workload.loss.turn_to, is_training=True),
-            ),
+            rules=self._rules(),
             slot=self._runtime.slot,
             step=self._step,
         )
+
+    def _rules(self) -> StepRules:
+        settings, workload = self._settings, self._workload
+        return StepRules(
+            seed=settings.run.seed,
+            rank=self._rank,
+            global_batch=workload.global_batch,
+            total_steps=workload.length.total_steps,
+            first_step=workload.length.first_step,
+            optim=settings.optim,
+            device=workload.device,
+            others=workload.other_devices,
+            turn_to=partial(workload.loss.turn_to, is_training=True),
+        )
+
+
+class HandedReplica(Replica):
+    """A replica without a group, behind whose backward the sums over ranks are there."""
+
+    has_graph = True  # the rank's own has had one
+
+    def __init__(self, state: TrainState, loss: Loss, sums: Sums, *, rules: StepRules) -> None:
+        """``sums``: of a step of ``state``, whose share was just computed here."""
+        form = state.tuning.loss_form
+        device, rank = rules.device, rules.rank
+        self._module: Any = LossModule(state.model, loss, device=device, rank=rank, form=form)
+        self._module.unit = rules.unit
+        self._signal: Any = self._module.signal
+        self._signal.grad = None if sums.signals is None else sums.signals.to(device)
+        self.agreed_form = self._form = form
+        self._sums = sums
+        self.group: Any = SimpleNamespace(confirm=lambda: None, device=device, rank=rank)
+        self._closed = True
+
+    def check_reduced(self) -> None:
+        """Do nothing: the rank's own sums were whole."""
+
+    def note_reduced(self) -> None:
+        """Do nothing: nobody watches."""
+
+    def share_layouts(self, buffers: Relaid, *, step: int) -> None:
+        """Refuse: a step with other buffers is not handed over."""
+        raise RuntimeError(f"the shapes of buffers are not those of before ({step}, {buffers})")
+
+    def share_buffers(self, buffers: list[Tensor]) -> None:
+        """Take rank 0's."""
+        self._sums.give_buffers(buffers)
+
+    def waited_ns(self) -> int:
+        """Return 0: nobody was waited for."""
+        return 0

@@ -1,7 +1,7 @@
 """Runs a user's program in the drill's process as a replaced rank does, and compares the share that its loop computes.
 
-The process ends with the first backward of the loop, without unwinding: no ``finally`` of the program, no exit function
-and no save runs there.
+The process ends with the first backward of the loop, or with the block of that step, without unwinding: no ``finally`` of
+the program, no exit function and no save runs there.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from ddp_runner.core.settings import Settings
-from ddp_runner.features.proof.comparison import handed_local, with_state
+from ddp_runner.features.proof.comparison import handed_local, handed_sums, with_state
 from ddp_runner.features.proof.loop_notes import BESIDE, CARRIED, PROGRAM, explanation
-from ddp_runner.features.proof.rules import SHARE_FILE
+from ddp_runner.features.proof.rules import AFTER, SHARE_FILE
 from ddp_runner.kernel.step.runtime import RankInfo
 from ddp_runner.kernel.system.run_files import read_small
 from ddp_runner.kernel.wire.fork_specs import Program
@@ -23,6 +23,7 @@ from ddp_runner.observe.logger import DDPLogger
 from ddp_runner.rank import attach
 from ddp_runner.rank.main_program import run_as_main
 from ddp_runner.training.exactness.own_share import OwnShare, first_difference
+from ddp_runner.training.exactness.own_update import first_unlike, hashes_after
 from ddp_runner.training.local_runtime import Aside
 from ddp_runner.training.own_loop.declared import OwnLoop
 from ddp_runner.training.own_loop.drilled_run import ShareWanted
@@ -32,8 +33,8 @@ from ddp_runner.training.own_loop.parts import LoopParts
 class End(Protocol):
     """Reports the result of the drill, and ends this process."""
 
-    def __call__(self, *, differs: str = "", problem: str = "") -> NoReturn:
-        """``differs``: the first difference of the two computations; ``problem``: why there is no result."""
+    def __call__(self, *, differs: str = "", updated: bool = False, problem: str = "") -> NoReturn:
+        """``differs``: the first difference; ``updated``: not of the share; ``problem``: why there is no result."""
         ...
 
 
@@ -46,43 +47,27 @@ def compare_loop(
     logger: DDPLogger,
     end: End,
 ) -> None:
-    """Run the program up to the share of ``rank_info`` in the step in ``folder``, which ends the process.
+    """Run the program up to the share of ``rank_info`` in the step in ``folder``, or its update, which ends the process.
 
     If the program fails or ends before that, raises the program's own error, or RuntimeError.
     """
     noted: dict[str, Any] = json.loads(read_small(folder / SHARE_FILE))
     settings = with_state(settings, folder)
-
-    beside: dict[str, str] = {}
-
-    def begins(parts: LoopParts, loop: OwnLoop) -> None:
-        if changed := changed_file(noted[PROGRAM], loop.program):
-            end(problem=f"{changed} has changed on disk since the run began")
-        # Its samples are those of before: what was found bad in that very step is known by now.
-        parts.state.quarantine.merge(noted["quarantine"])
-        beside.update(parts.state.side.digests())
-
-    def ends(parts: LoopParts, share: OwnShare) -> NoReturn:
-        names = [name for name, _ in parts.state.named_parameters()]
-        differs = first_difference(OwnShare.from_record(noted["share"]), share, names=names)
-        _end_workers(parts)
-        if differs and (why := explanation(noted[CARRIED], noted[BESIDE], beside)):
-            end(problem=why)
-        end(differs=differs)
-
-    def fails(problem: str) -> NoReturn:
-        end(problem=problem)
-
+    found = _Comparison(noted, end)
     wanted = ShareWanted(
         rank=int(noted["rank"]),
         world_size=int(noted["world_size"]),
         local=handed_local(noted, folder),
-        begins=begins,
-        ends=ends,
-        fails=fails,
+        sums=handed_sums(noted, folder),
+        begins=found.begins,
+        checks=found.checks,
+        ends=found.ends,
+        updated=found.updated,
+        fails=found.fails,
     )
     attach.be_drilled(settings, Aside(rank_info, logger), wanted)
     errors: list[BaseException] = []
+    ended = ""
     try:
         run_as_main(
             program.path,
@@ -92,10 +77,57 @@ def compare_loop(
             on_error=errors.append,
         )
     except SystemExit as error:
-        raise RuntimeError(
-            f"the program ended before its step, by SystemExit({error.code})"
-        ) from error
-    raise errors[0] if errors else RuntimeError("the program ended before its step")
+        ended = f", by SystemExit({error.code})"
+    if found.is_alike:
+        end()  # whatever the program runs into behind its share
+    raise errors[0] if errors else RuntimeError(f"the program ended before its step{ended}")
+
+
+class _Comparison:
+    """Compares what the program computes with the notes of the rank, and ends the process with what it finds."""
+
+    def __init__(self, noted: Mapping[str, Any], end: End) -> None:
+        self._noted = noted
+        self._end = end
+        self._beside: dict[
+            str, str
+        ] = {}  # digests of the state outside the model, as the step begins
+        self.is_alike = False  # the share
+
+    def begins(self, parts: LoopParts, loop: OwnLoop) -> None:
+        if changed := changed_file(self._noted[PROGRAM], loop.program):
+            self._end(problem=f"{changed} has changed on disk since the run began")
+        # Its samples are those of before: what was found bad in that very step is known by now.
+        parts.state.quarantine.merge(self._noted["quarantine"])
+        self._beside = parts.state.side.digests()
+
+    def checks(self, parts: LoopParts, share: OwnShare) -> None:
+        names = [name for name, _ in parts.state.named_parameters()]
+        noted = OwnShare.from_record(self._noted["share"])
+        differs = first_difference(noted, share, names=names)
+        self.is_alike = not differs
+        if differs:
+            _end_workers(parts)
+            if why := self._explanation():
+                self._end(problem=why)
+            self._end(differs=differs)
+
+    def ends(self, parts: LoopParts) -> NoReturn:
+        _end_workers(parts)
+        self._end()
+
+    def updated(self, parts: LoopParts) -> NoReturn:
+        differs = first_unlike(self._noted[AFTER], hashes_after(parts.state))
+        _end_workers(parts)
+        if differs and self._explanation():
+            self._end()  # what is known is no finding
+        self._end(differs=differs, updated=True)
+
+    def fails(self, problem: str) -> NoReturn:
+        self._end(problem=problem)
+
+    def _explanation(self) -> str:
+        return explanation(self._noted[CARRIED], self._noted[BESIDE], self._beside)
 
 
 def _end_workers(parts: LoopParts) -> None:

@@ -9,7 +9,7 @@ from torch import nn
 
 from ddp_runner.data.loader import MicroBatch
 from ddp_runner.features.proof.notes import Drills, Looked
-from ddp_runner.features.proof.rules import drilled_rank_of_loop
+from ddp_runner.features.proof.rules import UNSEEN_STATE, drilled_rank_of_loop
 from ddp_runner.kernel.group.group import Group, Membership
 from ddp_runner.training.beside_steps import Noting
 from ddp_runner.training.exactness.own_share import ShareNotes
@@ -49,7 +49,8 @@ class LoopDrills(Drills):
         return {
             **super()._record(notes, group),
             PROGRAM: self._program,
-            CARRIED: self._state.carried,
+            # A share is made before what only an update uses.
+            CARRIED: [one for one in self._state.carried if one != UNSEEN_STATE],
             BESIDE: self._beside,
         }
 

@@ -25,6 +25,7 @@ from ddp_runner.core.injection import changes_loss
 from ddp_runner.data.loader import MicroBatch
 from ddp_runner.data.source import copied
 from ddp_runner.features.proof.rules import (
+    AFTER,
     BATCH_FILE,
     HANDED,
     LEFT_OUT,
@@ -37,6 +38,7 @@ from ddp_runner.features.proof.rules import (
     STATE,
     STATE_FOLDER,
     STILL_WRITTEN,
+    SUMS_FILE,
     drilled_rank,
     folder_name,
     number_of_drill,
@@ -48,9 +50,11 @@ from ddp_runner.kernel.rules.phases import Phase
 from ddp_runner.kernel.system.disk import Disk
 from ddp_runner.kernel.system.run_files import replace_file
 from ddp_runner.kernel.wire.board import Cell
-from ddp_runner.kernel.wire.messages import DrillAt, DrillPart
+from ddp_runner.kernel.wire.messages import DrillAt, DrillPart, NotKept
 from ddp_runner.training.beside_steps import NOTHING, BesideSteps, Noting
+from ddp_runner.training.exactness.first_step import report_lost_carried
 from ddp_runner.training.exactness.own_share import ShareNotes
+from ddp_runner.training.exactness.own_update import bytes_of_sums, hashes_after
 from ddp_runner.training.local_state.by_value import handed_over
 from ddp_runner.training.local_state.local_state import packed
 from ddp_runner.training.rank_context import RankParts
@@ -106,6 +110,7 @@ class Drills(BesideSteps):
         is_wanted &= norms is None or not norms.names  # a share of which needs the other ranks
         self._drill_at = settings.recovery.drill_at if is_wanted else None
 
+        self._parts = parts
         self._folder = Path(settings.run.checkpoint_dir)
         self._total_steps = workload.length.total_steps
         self._device = workload.device
@@ -122,6 +127,8 @@ class Drills(BesideSteps):
         self._writes = False  # this rank writes the state of the current step's drill
         if isinstance(runtime, SupervisedRuntime):
             runtime.answer[DrillAt] = self._take_asked
+            runtime.answer[NotKept] = self._take_not_kept
+        self._not_kept = ""  # of what drills have found, what is not in the state yet
         self._state.readers.append(self._release_state)
 
     def beside(
@@ -135,6 +142,8 @@ class Drills(BesideSteps):
         """
         if self._saver is not None:
             self._collect(self._saver)
+        if self._not_kept:
+            self._note_not_kept()
         step, membership = self._state.committed_step, group.membership
         if self._formed[0] != membership.generation:
             self._formed = (membership.generation, step)
@@ -157,10 +166,12 @@ class Drills(BesideSteps):
         more = self._looked_into(stepper, micro_batches) if self._diagnoses else Looked()
         problem = self._hold_own(step, more)
         with stepper.noted() as notes:
+            notes.wants_sums = not self._lacks_memory(bytes_of_sums(self._state))
             yield
         if self._state.committed_step == step + 1:  # else its state was given up
             record = self._record(notes, group) | more.record
             with self._aside():
+                self._add_update(notes, record, more)
                 left_out = record.setdefault(LEFT_OUT, {})
                 for name, content in more.files.items():
                     if why := self._write(step, name, content):
@@ -170,6 +181,17 @@ class Drills(BesideSteps):
             if LOCAL_FILE in more.files.keys() - {*record[HANDED]}:
                 problem = problem or "what the rank has of its own could not be written"
             self._report_part(step, SHARE, problem)
+
+    def _add_update(self, notes: ShareNotes, record: dict[str, Any], more: Looked) -> None:
+        """Add what the update has begun with, and hashes of what it has made; nothing where that cannot be handed over."""
+        if notes.sums is None or notes.sums.buffers is None:
+            return
+        try:
+            record[AFTER] = hashes_after(self._state)
+        except Exception as error:  # noqa: BLE001 - options and moments of the user's own types: the share is drilled alone
+            record[LEFT_OUT] = record.get(LEFT_OUT, {}) | {SUMS_FILE: _words(error)}
+            return
+        more.files[SUMS_FILE] = notes.sums.to_record()
 
     def _is_drilled_next(self) -> None:
         """Take note that this rank's share of the step that begins now is drilled."""
@@ -281,6 +303,15 @@ class Drills(BesideSteps):
     def _take_asked(self, message: DrillAt) -> None:
         """Called by the thread that listens to the supervisor."""
         self._asked = message
+
+    def _take_not_kept(self, message: NotKept) -> None:
+        """Called by the thread that listens to the supervisor."""
+        self._not_kept = message.what
+
+    def _note_not_kept(self) -> None:
+        what, self._not_kept = self._not_kept, ""
+        self._state.note_carried([what])
+        report_lost_carried(self._parts)
 
     def conclude(self, group: Group) -> None:
         """After the last step, wait for a state that is still being written, if the run was repaired."""

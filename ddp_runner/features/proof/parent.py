@@ -23,6 +23,7 @@ from ddp_runner.features.proof.rules import (
     STATE,
     STILL_WRITTEN,
     UNHEARD_S,
+    UNSEEN_STATE,
     Cause,
     RepairLedger,
     differs_words,
@@ -33,6 +34,7 @@ from ddp_runner.features.proof.rules import (
     pause_s,
     step_to_drill,
     unproved_reason,
+    update_reason,
     wait_line,
 )
 from ddp_runner.features.proof.suspects import Suspects
@@ -41,7 +43,7 @@ from ddp_runner.kernel.parent.rank_handle import RankHandle
 from ddp_runner.kernel.processes.children import Ended
 from ddp_runner.kernel.wire import events
 from ddp_runner.kernel.wire.board import Cell
-from ddp_runner.kernel.wire.messages import DrillAt, DrillPart
+from ddp_runner.kernel.wire.messages import DrillAt, DrillPart, NotKept
 from ddp_runner.supervisor.around import OfMachine, OfRun
 
 
@@ -91,6 +93,7 @@ class DrillKeeper(DrillRunner):
         self._refused: int | None = None  # the newest step with a part that could not be written
         self.is_owed = False  # a repair has cut a drill short, and none has completed since
         self._suspects = Suspects(around)
+        self._is_lack_said = False  # that a replacement would make another update
 
     def hears(self) -> Mapping[type[object], Callable[..., None]]:
         """Hear of the parts that ranks write, and from other machines the results of their drills."""
@@ -124,6 +127,8 @@ class DrillKeeper(DrillRunner):
 
     def forms(self, first: RankHandle) -> None:
         """Note which ranks were replaced since the generation before."""
+        if self._is_lack_said:  # who has just begun may lack it, too
+            self._report_lacking()
         processes = [handle.processes for handle in self._world.ranks]
         self._suspects.forms(processes, self._pending_steps())
         held = [one.ready.committed_step for one in self._world.present if one.ready is not None]
@@ -280,6 +285,9 @@ class DrillKeeper(DrillRunner):
         on_cpu = self._plan.devices[rank].device == "cpu"
         # A drill takes what is left of one core. Of a GPU nothing is known to be left.
         self._cost_s = seconds / (len(os.sched_getaffinity(0)) if on_cpu else 1)
+        if message.differs and message.updated:
+            self._has_other_update(message, seconds)
+            return
         finding, is_first = "", False
         if message.differs:
             found = failed_reason(rank=rank, step=step, differs=message.differs, on_cpu=on_cpu)
@@ -304,6 +312,30 @@ class DrillKeeper(DrillRunner):
             self._has_passed(rank, step)
         elif self._plan.loop is None:  # a loop's rank cannot recompute its share
             self._suspects.failed(drill)
+
+    def _has_other_update(self, message: events.Drill, seconds: float) -> None:
+        """Take in that a replacement would make another update: the rank's own is as the other ranks'."""
+        # INVARIANT lacked-is-not-wrong: an update that differs in a drill blames no rank, as all replicas have made the same
+        # one; it makes the run inexact once another process has to make it.
+        # Broken if: it counts as a wrong gradient, or no rank hears what its state lacks.
+        # Guarded by: test_an_update_that_differs_blames_no_rank.
+        rank, step = message.rank, message.step
+        found = update_reason(rank=rank, step=step, differs=message.differs)
+        self._problem = step, found  # what it was to prove is not proved
+        finding = (
+            "" if self._is_lack_said else self._world.machine_of(self._world.ranks[rank]) + found
+        )
+        host = self._world.host_of(rank)
+        self._recorder.record(
+            replace(message, seconds=round(seconds, 3), finding=finding, host=host)
+        )
+        self._is_lack_said = True
+        self._suspects.passed(rank, step=step)
+        self._report_lacking()
+
+    def _report_lacking(self) -> None:
+        for handle in self._world.present:
+            self._world.send(handle, NotKept(what=UNSEEN_STATE))
 
     def diagnosed(self, message: events.Diagnosed, now_s: float) -> None:
         """Take in the diagnosis of a rank whose drill has failed."""
@@ -425,6 +457,8 @@ class DrillKeeper(DrillRunner):
         if not self._has_open_repair:
             return  # all have gone back for what was found: that reason stays
         known = self._recorder.facts.inexact_reasons
+        if any(UNSEEN_STATE in each for each in known):
+            return  # the ranks have said it
         has_differed = any(differs_words() in each for each in known)
         if self._problem is None and self._is_possible and not has_differed:
             self._problem = self._recorder.facts.committed_step, "none has come to its end since"

@@ -208,6 +208,12 @@ class Replica:
         """True if the loss has a weight: ranks then sum totals instead of means."""
         return self._form.is_weighted
 
+    @property
+    def carried(self) -> Tensor | None:
+        """The signals as they were summed over ranks, after backward."""
+        gradient: Tensor | None = self._signal.grad
+        return gradient
+
     def divide_by_weight(self, gradients: list[Tensor], *, scale: float = 1.0) -> None:
         """Make means of summed totals, on the device, without a look at it.
 

@@ -459,6 +459,7 @@ class Proved(Report):
 class Drill(Report):
     """A process like a replacement has computed a rank's share. ``differs``: in what first; empty if in nothing.
 
+    ``updated``: the share is the same, and the process has made the update, too: that is what differs then.
     ``repeats``: the process got the same bits twice. The supervisor adds the rest: ``finding`` is the text for
     people, and also the ``inexact_reason`` if it is the first of its kind.
     """
@@ -468,6 +469,7 @@ class Drill(Report):
     seconds: float = 0.0
     differs: str = ""
     repeats: bool = True
+    updated: bool = field(default=False, metadata=_IF_SET)
     finding: str = field(default="", metadata=_UNWRITTEN)
     inexact_reason: str = field(default="", metadata=_UNWRITTEN)
     host: str = field(default="", metadata=_IF_SET)  # of the rank, where there are several machines

@@ -273,6 +273,13 @@ class DrillPart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NotKept:
+    """Supervisor -> rank: a drill has found that steps use ``what``, in words, and no state holds that."""
+
+    what: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OtherStage:
     """Rank -> supervisor: the newest checkpoint is of this stage, which all ranks must resume."""
 
@@ -364,6 +371,7 @@ _NoReport = (
     | LoaderWorkers
     | DrillAt
     | DrillPart
+    | NotKept
     | Finished
     | RestartProgress
     | OtherStage

@@ -80,6 +80,9 @@ def _words(event: events.Event) -> Iterator[tuple[str, str]]:  # noqa: C901, PLR
                 ),
                 "DETAIL",
             )
+        case events.Drill(updated=True, finding=finding):
+            if finding:
+                yield f"drill: {finding}", "WARNING"
         case events.Drill(finding=finding, inexact_reason=reason):
             yield f"drill: {finding}", "WARNING" if reason else "INFO"
         case events.Diagnosed(line=line, is_warning=is_warning) if line:

@@ -298,6 +298,13 @@ def report_large_local(parts: RankParts) -> None:
         parts.runtime.logger.info(line, step=parts.state.committed_step)
 
 
+def report_lost_carried(parts: RankParts, *, went_back: bool = False) -> None:
+    """Report what is carried from step to step and is lost by now; all of it where this process ``went_back``."""
+    parts.state.began_again |= went_back
+    if lost := parts.state.take_carried():
+        report_lost_names(parts, lost)
+
+
 def report_lost_names(parts: RankParts, lost: list[str]) -> None:
     """Say that these are not what they would be without a repair, or a resume."""
     came = _what_came(parts)

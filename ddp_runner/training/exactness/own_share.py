@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ddp_runner.kernel.values.nested import IN_BATCH, tensors_in
 from ddp_runner.training.components.tensor_hash import combined, tensor_hash
+from ddp_runner.training.exactness.own_update import Sums
 from ddp_runner.training.state import TrainState
 
 if TYPE_CHECKING:
@@ -49,17 +50,25 @@ class OwnShare:
 
 @dataclass(slots=True)
 class ShareNotes:
-    """Written while a share is computed: what is known of it so far."""
+    """Written while a share is computed: what is known of it so far.
 
+    ``wants_sums``: somebody has asked for what the update begins with; they are in ``sums`` then, where they can be.
+    """
+
+    state: TrainState
     samples: list[str] = field(default_factory=list)
     losses: list[str] = field(default_factory=list)
     gradients: dict[str, str] = field(default_factory=dict)
+    wants_sums: bool = False
+    sums: Sums | None = None
     _names: dict[int, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, state: TrainState) -> Self:
         """Return empty notes for a share of a step of ``state``."""
-        return cls(_names={id(parameter): name for name, parameter in state.named_parameters()})
+        return cls(
+            state, _names={id(parameter): name for name, parameter in state.named_parameters()}
+        )
 
     def batch(self, batch: Any) -> None:
         """Note the content of a micro-batch before the loss sees it, which may change it."""
@@ -75,6 +84,28 @@ class ShareNotes:
         name = self._names.get(id(parameter))
         if name is not None and found != _OF_ZEROS:
             self.gradients[name] = found
+
+    def summed(self, signals: Tensor | None = None) -> None:
+        """Copy the gradients, which are summed over ranks now, and nothing has changed them since."""
+        if not self.wants_sums:
+            return
+        try:
+            self.sums = Sums.of(self.state, signals)
+        except (RuntimeError, ValueError, MemoryError):  # one that is sparse, or no memory
+            self.give_up_sums()
+
+    def update_begins(self, *, is_relaid: bool) -> None:
+        """Copy rank 0's buffers, which all ranks have by now. ``is_relaid``: some have another shape since."""
+        if self.sums is None:
+            return
+        if is_relaid:
+            self.give_up_sums()
+            return
+        self.sums.buffers = [one.clone() for one in self.state.buffers.live()]
+
+    def give_up_sums(self) -> None:
+        """Hand over nothing of this step's update."""
+        self.wants_sums, self.sums = False, None
 
     def share(self) -> OwnShare:
         """Return the hashes of the share."""

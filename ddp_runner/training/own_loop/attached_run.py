@@ -27,7 +27,7 @@ from ddp_runner.kernel.step.runtime import Runtime
 from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.training.components.optimizer_state import hidden_state
 from ddp_runner.training.components.sync_batchnorm import SyncedNorms
-from ddp_runner.training.exactness.first_step import report_lost_local, report_lost_names
+from ddp_runner.training.exactness.first_step import report_lost_carried, report_lost_local
 from ddp_runner.training.figures.train_report import TrainReport
 from ddp_runner.training.loading.loaders import waiting
 from ddp_runner.training.local_state.by_value import KeptLocally
@@ -545,18 +545,13 @@ class AttachedRun:
         self._name_carried([] if frame is None else self._variables.look(frame), _CURE)
         for watched, cure in self._watched:
             self._name_carried(watched.look(), cure)
-        self._report_carried()
+        report_lost_carried(self._parts)
 
     def _name_data(self, names: list[str]) -> None:
         """Name what a pass over the batches has changed in the data, or the loop itself."""
         self._name_carried(names, _CURE_OF_DATA, when="with the passes over the batches")
-        self._report_carried()
-
-    def _report_carried(self) -> None:
-        assert self._state is not None, "there are steps"
-        assert self._parts is not None, "as above"
-        if lost := self._state.take_carried():
-            report_lost_names(self._parts, lost)
+        assert self._parts is not None, "there are steps"
+        report_lost_carried(self._parts)
 
     def _name_carried(self, names: list[str], cure: str, *, when: str = "each step") -> None:
         assert self._state is not None, "there are steps"

@@ -1,7 +1,7 @@
 """Computes, in a drill's process, one rank's share of one step of a loop, as a replacement of that rank does.
 
-The program runs from its top. Its loop receives the batch of the step, and the process ends with the first backward:
-there is no update, no save and no other rank.
+The program runs from its top. Its loop receives the batch of the step, and the process ends with the first backward; where
+the rank has handed over the sums of its gradients, with the end of the block. There is no save and no other rank.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from ddp_runner.core.settings import Settings
 from ddp_runner.kernel.step.runtime import Runtime
 from ddp_runner.training.exactness.apart import stand_apart
 from ddp_runner.training.exactness.own_share import OwnShare
+from ddp_runner.training.exactness.own_update import Sums, after_backward
 from ddp_runner.training.own_loop.attached_run import AttachedRun
 from ddp_runner.training.own_loop.declared import OwnLoop
 from ddp_runner.training.own_loop.misuse import misuse
@@ -33,15 +34,19 @@ from ddp_runner.values.generators import seed_step
 class ShareWanted:
     """The share that is wanted, by the rank's number in its group. ``local``: what it has handed over of its own.
 
-    ``begins`` is called once the kept objects have the state; it may raise. ``ends`` is called with the share, and
-    ``fails`` if there is none; both end the process.
+    ``sums``: what its update began with; None if no update is wanted. ``begins`` is called once the kept objects have the
+    state; it may raise. ``checks`` is called with the share, and ends the process if that differs. ``ends`` is called where
+    the share is all that there is, ``updated`` after the update, and ``fails`` if there is no share; they end the process.
     """
 
     rank: int
     world_size: int
     local: Tensor | None = None
+    sums: Sums | None = None
     begins: Callable[[LoopParts, OwnLoop], object]
-    ends: Callable[[LoopParts, OwnShare], NoReturn]
+    checks: Callable[[LoopParts, OwnShare], None]
+    ends: Callable[[LoopParts], NoReturn]
+    updated: Callable[[LoopParts], NoReturn]
     fails: Callable[[str], NoReturn]
 
 
@@ -104,34 +109,36 @@ class DrilledRun(AttachedRun):
         self._lone.begin()
 
     def end_step(self) -> None:
-        """End a body without an update. Does not return."""
-        self._end_share()
+        """End the body. Does not return."""
+        self._in_body().end()
 
     def fail_step(self, error: BaseException) -> bool:
-        """Let the error end the program."""
+        """Let the error end the program, unless the share is known by now."""
         del error
+        if self._lone is not None and self._lone.has_share:
+            self._wanted.ends(self._lone.parts)
         return False
 
     def _before_update(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], named: dict[str, Any]
     ) -> None:
-        """End the share: torch calls this hook before an optimizer's step."""
+        """End the share, or let the update be made: torch calls this hook before an optimizer's step."""
         del args, named
         if self._lone is None:
             return  # before the loop
         if all(optimizer is not one for one in self._loop.kept.optimizers.values()):
             self._refuse_kept_parameters(optimizer)
             return
-        self._end_share()
+        self._in_body().update_begins()
 
-    def _end_share(self) -> None:
+    def _in_body(self) -> LoneBody:
         if self._lone is None or not self._is_inside:
             raise misuse("outside of a step: with run.step(): ...")
-        self._lone.end()
+        return self._lone
 
 
 class LoneBody:
-    """Implements :class:`~ddp_runner.training.own_loop.net.Wrapping` without other ranks, and ends with the share.
+    """Implements :class:`~ddp_runner.training.own_loop.net.Wrapping` without other ranks, and ends with share or update.
 
     It notes a gradient at the point where DDP would take it for its first sum: when it is accumulated, after a call of
     the net outside of ``no_sync()``.
@@ -145,8 +152,11 @@ class LoneBody:
     ) -> None:
         self.notes = LoopNotes.of(parts.state)
         self._net = net
-        self._parts = parts
+        self.parts = parts
         self._wanted = wanted
+        self.has_share = False  # and it is the rank's: the gradients are the handed sums by now
+        self._has_updated = False
+        self._is_in_backward = False
         self._is_summed = True  # the next call of the net is outside of no_sync()
         self._hooked: dict[int, Tensor] = {}  # once such a call has come
 
@@ -169,18 +179,38 @@ class LoneBody:
         finally:
             self._is_summed = before
 
+    def update_begins(self) -> None:
+        """An optimizer steps next: of gradients that are no sums there is no update."""
+        if not self.has_share:
+            self.end()
+        sums, buffers = self._wanted.sums, self.parts.state.buffers
+        assert sums is not None, "they are in the gradients"
+        if not self._has_updated:
+            sums.give_buffers(buffers.live())
+        self._has_updated = True
+
     def end(self) -> NoReturn:
-        """End with the gradients so far: those of parameters that the backward did not use were accumulated before."""
+        """End with all that is known by now."""
+        if self._has_updated:
+            self._wanted.updated(self.parts)
+        if not self.has_share:
+            self._check_share()
+        self._wanted.ends(self.parts)
+
+    def _check_share(self) -> None:
+        """Check the gradients so far: those of parameters that the backward did not use were accumulated before."""
         for parameter in self._hooked.values():
             if parameter.grad is not None and not self.notes.has(parameter):
                 self.notes.gradient(parameter, parameter.grad)
-        self._wanted.ends(self._parts, self.notes.share())
+        self._wanted.checks(self.parts, self.notes.share())
 
     def asked(self, what: str) -> NoReturn:
         """End when the body communicates with other ranks: its later results would differ from a rank's.
 
         After the first backward the share is complete, and counts.
         """
+        if self.has_share:
+            self._wanted.ends(self.parts)
         if any(map(self.notes.has, self._hooked.values())):
             self.end()
         self._wanted.fails(f"the loop asks the other ranks for something ({what})")
@@ -194,5 +224,19 @@ class LoneBody:
     def _take(self, parameter: Tensor) -> None:
         if parameter.grad is not None and not self.notes.has(parameter):
             self.notes.gradient(parameter, parameter.grad)
-        if all(map(self.notes.has, self._hooked.values())):
-            self.end()  # what follows would need the sum over ranks
+        if self._wanted.sums is None:
+            if all(map(self.notes.has, self._hooked.values())):
+                self.end()  # what follows would need the sum over ranks
+        elif not self._is_in_backward and not self.has_share:
+            self._is_in_backward = True
+            after_backward(self._give_sums)
+
+    def _give_sums(self) -> None:
+        """Be where DDP has summed the gradients: once it has had one of each parameter, or need not wait for others."""
+        self._is_in_backward = False
+        state, sums = self.parts.state, self._wanted.sums
+        is_whole = all(map(self.notes.has, self._hooked.values()))
+        if sums is not None and (is_whole or state.tuning.find_unused_parameters):
+            self._check_share()
+            sums.give_gradients(state)
+            self.has_share = True

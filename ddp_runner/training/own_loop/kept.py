@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -197,11 +197,7 @@ class KeptState(TrainState):
         self.calls = 0  # of functions between steps that all ranks have called together
         self._versions: dict[str, int] = {}  # of parameters and buffers, at the newest commit
         self._kept_flags: list[bool] = []  # requires_grad of all parameters, as of the state
-        # Variables of the loop that change from step to step, in words: no other process can have them.
-        self.carried: list[str] = []
-        self._has_formed = self._began_again = False  # the latter: the loop, or a step of it
         self.data_of: list[str] = []  # by rank: digests of the data that each has made
-        self._carried_lost: set[str] = set()  # of these, what has been said
         super().__init__(
             Trained(
                 model=model,
@@ -256,24 +252,6 @@ class KeptState(TrainState):
         self._kept_flags = self.flags()
         self._options = [_options_of(group) for group in self.optimizer.param_groups]
 
-    # INVARIANT carried-is-lost: a run whose loop carries variables that are not kept is not exact once a step
-    # was begun again, or a process has begun later than the first step.
-    # Broken if: such variables are found later than a forming, and nobody asks again.
-    # Guarded by: test_a_counter_that_is_not_kept_makes_a_repaired_run_inexact.
-    def take_lost(self) -> list[str]:
-        """Return the lost names, with variables that a previous process had or a repeated step has changed."""
-        self._began_again |= self._has_formed or self.committed_step > 0
-        self._has_formed = True
-        return super().take_lost() + self.take_carried()
-
-    def take_carried(self) -> list[str]:
-        """The variables of the loop that are lost by now, since this was asked."""
-        if not self._began_again:
-            return []
-        found = [one for one in self.carried if one not in self._carried_lost]
-        self._carried_lost.update(found)
-        return found
-
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore a state; moments keep the type that they were captured in."""
         names = state.get("kept", self._kept.names())
@@ -284,7 +262,6 @@ class KeptState(TrainState):
         self.lost.clear()
         self.has_updated = bool(state.get("updated", True))
         self.calls = int(state.get("calls", 0))
-        self.note_carried(map(str, state.get("carried", ())))
         self.data_of = [*map(str, state.get("data_of", ()))]
         self._first_given = {**state.get("given", self._given)}
         if "changed_late" in state:
@@ -311,8 +288,6 @@ class KeptState(TrainState):
         }
         if self.calls:
             own["calls"] = self.calls
-        if self.carried:
-            own["carried"] = list(self.carried)
         if any(self.data_of):
             own["data_of"] = list(self.data_of)
         if any(known := self.local.known()):
@@ -330,10 +305,6 @@ class KeptState(TrainState):
             for name, given in self._given.items()
             if first.get(name, given) != given and now.get(name, given) != given
         ]
-
-    def note_carried(self, names: Iterable[str]) -> None:
-        """These variables of the loop change from step to step, and are not kept."""
-        self.carried += [one for one in dict.fromkeys(names) if one not in self.carried]
 
     def train_unfrozen(self) -> None:
         """Which parameters are updated is the loop's own matter."""

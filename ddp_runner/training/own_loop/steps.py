@@ -32,7 +32,11 @@ from ddp_runner.kernel.wire.messages import Metrics
 from ddp_runner.training.beside_steps import BesideSteps
 from ddp_runner.training.components.buffers import is_spread
 from ddp_runner.training.components.sync_batchnorm import Peers
-from ddp_runner.training.exactness.first_step import report_large_local, report_lost_local
+from ddp_runner.training.exactness.first_step import (
+    report_large_local,
+    report_lost_carried,
+    report_lost_local,
+)
 from ddp_runner.training.exactness.kept_kinds import Kept
 from ddp_runner.training.figures.use_figures import memory_figures
 from ddp_runner.training.guard import NumericsGuard
@@ -111,7 +115,7 @@ class LoopSteps:
         self._logged_step = max(0, self._state.committed_step)
         self._waited_ns = 0
         self._state.buffers.forget_agreement()
-        guard.went_back.append(lambda: report_lost_local(parts))
+        guard.went_back.append(self._has_gone_back)
         parts.device.begin(group.membership.generation)
         self._wrap()
 
@@ -148,6 +152,10 @@ class LoopSteps:
         slot.stamp(Phase.FORWARD, time.monotonic_ns())
         self._watched.begin(batches)
         return batches
+
+    def _has_gone_back(self) -> None:
+        report_lost_local(self._parts)
+        report_lost_carried(self._parts, went_back=True)
 
     def wrap_again(self) -> None:
         """Nothing raises WrapAgainError here."""
@@ -256,6 +264,7 @@ class LoopSteps:
             raise RepeatStep from error
         if self._agreed is None:
             raise RepeatStep
+        self._watched.update_begins(self._agreed)
         self._commit.begin_change()
         self._begun_at_update = collectives_begun()
 

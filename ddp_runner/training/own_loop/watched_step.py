@@ -13,9 +13,12 @@ from typing import Any
 from torch import Tensor
 
 from ddp_runner.kernel.group.group import Group
+from ddp_runner.kernel.replica.loss_module import Signal
 from ddp_runner.kernel.rules.election import EMPTY_STEP
+from ddp_runner.kernel.step.commit import Agreed
 from ddp_runner.training.beside_steps import BesideSteps
 from ddp_runner.training.exactness.own_share import OwnShare, ShareNotes
+from ddp_runner.training.exactness.own_update import after_backward
 from ddp_runner.training.own_loop.kept import KeptState
 
 
@@ -24,13 +27,31 @@ class LoopNotes(ShareNotes):
     """Notes a share up to its first sum over ranks: later results also depend on the other ranks."""
 
     _seen: set[int] = field(default_factory=set)
+    _is_in_backward: bool = False  # one whose sums are wanted
 
     def gradient(self, parameter: Tensor, gradient: Tensor) -> None:
         """Note the rank's own gradient of the backward that is summed first; ignore later ones of the step."""
+        if self.wants_sums and not self._is_in_backward:
+            self._is_in_backward = True
+            self._await_sums()
         if id(parameter) in self._seen:
             return
         self._seen.add(id(parameter))
         ShareNotes.gradient(self, parameter, gradient)
+
+    def _await_sums(self) -> None:
+        try:
+            after_backward(self._take_sums)
+        except RuntimeError:  # of a compiled backward, say
+            self.give_up_sums()
+
+    def _take_sums(self) -> None:
+        self._is_in_backward = False
+        if (
+            self.sums is not None
+        ):  # a step of several sums, of which the later ones follow from the earlier ones
+            self.give_up_sums()
+        self.summed()
 
     def has(self, parameter: Tensor) -> bool:
         """Return True if a gradient of the parameter has been noted."""
@@ -39,6 +60,7 @@ class LoopNotes(ShareNotes):
     def begin_again(self) -> None:
         """Forget all notes: the step begins again, with the same batch."""
         self.samples.clear()
+        self.sums, self._is_in_backward = None, False
         self.gradients.clear()
         self._seen.clear()
 
@@ -84,6 +106,11 @@ class WatchedStep:
             yield notes
         finally:
             self._notes = None
+
+    def update_begins(self, agreed: Agreed) -> None:
+        """Take note that the body's first update comes next."""
+        if self._notes is not None:
+            self._notes.update_begins(is_relaid=agreed.signals[Signal.RELAID] > 0)
 
     @property
     def gradient(self) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 from collections import UserDict
@@ -23,8 +24,9 @@ from ddp_runner.kernel.step.session import WrapAgainError
 from ddp_runner.kernel.system.disk import RealDisk
 from ddp_runner.kernel.system.run_files import temporary_path
 from ddp_runner.kernel.wire.board import Cell
-from ddp_runner.kernel.wire.messages import DrillAt, DrillPart
+from ddp_runner.kernel.wire.messages import DrillAt, DrillPart, NotKept
 from ddp_runner.training.exactness.own_share import OwnShare, ShareNotes, batch_hash
+from ddp_runner.training.exactness.own_update import Sums, hashes_after
 from ddp_runner.training.local_state.by_value import taken_over
 from ddp_runner.training.local_state.local_state import LocalState, unpacked
 from tests.checkpoint.states import facts_of
@@ -140,6 +142,57 @@ def test_state_and_share_of_a_step_are_written_beside_it(tmp_path):
     record = json.loads((folder / "share.json").read_text(encoding="utf-8"))
     assert (record["rank"], record["world_size"]) == (0, 1)
     assert OwnShare.from_record(record["share"]).gradients == {}
+
+
+@pytest.mark.parametrize("is_short", [False, True])
+def test_what_an_update_begins_with_is_written_where_there_is_room(tmp_path, is_short):
+    """With hashes of what it has made; without them a drill compares the share alone."""
+    bench = Bench(tmp_path, drill_at="2")
+    while bench.state.committed_step < 2:
+        bench.step()
+    bench.drills._lacks_memory = lambda size_bytes: "memory is short" * is_short
+    notes = bench.noted()._notes
+    bench.noted = lambda: contextlib.nullcontext(notes)
+    with bench.drills.beside(bench, bench.group, ()):
+        for parameter in bench.state.model.parameters():
+            parameter.grad = torch.full_like(parameter, 0.5)
+        notes.summed(torch.ones(3))
+        notes.update_begins(is_relaid=False)
+        bench.state.before_change()
+        bench.state.committed_step += 1
+    folder = tmp_path / folder_name(2)
+    record = json.loads((folder / "share.json").read_text(encoding="utf-8"))
+    assert record["handed"] == ["sums.pt"] * (not is_short)
+    assert ("after" in record) is not is_short
+    if not is_short:
+        assert record["after"] == hashes_after(bench.state)
+        found = Sums.from_record(torch.load(folder / "sums.pt", weights_only=True))
+        assert all((one == 0.5).all() for one in found.gradients.values())
+        assert found.signals.tolist() == [1.0] * 3
+
+
+def test_what_drills_have_found_is_carried_and_lost_with_a_repair(tmp_path, monkeypatch):
+    """It is in the state from the next step on; a process that has begun again says so at once."""
+    lost = []
+    monkeypatch.setattr(
+        drill_notes, "report_lost_carried", lambda parts: lost.extend(parts.state.take_carried())
+    )
+    bench = Bench(tmp_path, drill_at="90")
+    bench.drills._take_not_kept(NotKept(what="a count"))
+    assert "carried" not in bench.state.capture()
+    bench.step()
+    assert bench.state.capture()["carried"] == ["a count"]
+    bench.state.drop_evaluation()
+    bench.state.drop_evaluation()
+    assert lost == bench.state.take_carried() == []
+    other = build_state()
+    other.restore(bench.state.capture())
+    assert other.take_lost() == ["a count"]
+    assert other.take_lost() == []
+    bench.state.began_again = True
+    bench.drills._take_not_kept(NotKept(what="a count"))
+    bench.step()
+    assert lost == ["a count"]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from ddp_runner.features.spare.rules import SPARE as SPARE_ROLE
 from ddp_runner.kernel.processes.children import Ended
 from ddp_runner.kernel.rules.exits import ExitCode, RunStatus, StopReason
 from ddp_runner.kernel.wire.events import Drill
-from ddp_runner.kernel.wire.messages import DrillPart
+from ddp_runner.kernel.wire.messages import DrillPart, NotKept
 from tests.supervisor.judging import assert_done, lost, plans
 from tests.supervisor.simulated import DRILL, SAVER, SPARE
 
@@ -117,6 +117,40 @@ def test_each_rank_that_differs_is_a_reason(simulate):
     assert "rank 1 would not compute the same at step 10: first in layer.weight" in first
     assert "rank 2 would not compute the same at step 50" in second
     assert proof(run) == set()
+
+
+def test_an_update_that_differs_blames_no_rank(simulate, monkeypatch):
+    """It is said once, and each rank hears of it, also after a repair, which it does not prove."""
+    run = drilling(simulate)
+    world, heard = keeper_of(run)._world, []
+    send = type(world).send
+
+    def sends(world, handle, message):
+        if isinstance(message, NotKept):
+            heard.append(handle.rank)
+        send(world, handle, message)
+
+    monkeypatch.setattr(type(world), "send", sends)
+    answer(run, differs="lr", updated=True)
+    run.run_until(lambda: run.helper(DRILL_ROLE) is None)
+    give(run, 50, rank=2)
+    run.run_until(lambda: run.rank(DRILL))
+    answer(run, 50, 2, differs="lr", updated=True)
+    run.run_until(lambda: len(run.events("drill")) == 2)
+    everybody = [one.rank for one in world.ranks]
+    assert heard == everybody * 2
+    assert len(everybody) > 1
+    assert reasons(run) == lost(run) == plans(run) == []
+    assert proof(run) == set()
+    assert (
+        sum("the same update at step 10: first in lr" in line for _, line in run.outputs.said) == 1
+    )
+    assert not any("update at step 50" in line for _, line in run.outputs.said)
+    run.kill(1)
+    run.run_until(lambda: run.events("repaired"), within_s=10.0)
+    run.pass_time(0.5)
+    assert heard == everybody * 3
+    assert_done(run)
 
 
 @pytest.mark.parametrize("number", [1, SPARE])

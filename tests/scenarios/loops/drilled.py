@@ -13,6 +13,37 @@ from torch.utils.data import TensorDataset
 
 import ddp_runner
 
+
+class Count:
+    """What a count is where it is kept."""
+
+    def __init__(self):
+        self.n = 0
+
+    def __call__(self):
+        self.n += 1
+        return self.n
+
+    def state_dict(self):
+        return {"n": self.n}
+
+    def load_state_dict(self, state):
+        self.n = state["n"]
+
+
+def count_in_environment():
+    os.environ["COUNT"] = str(1 + int(os.environ.get("COUNT", "0")))
+    return int(os.environ["COUNT"])
+
+
+torch.steps = itertools.count(1)
+# None of these is found by who reads the program.
+RATES = {
+    "environment": count_in_environment,
+    "iterator": lambda: next(torch.steps),
+    "kept": Count(),
+}
+
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=48)
 parser.add_argument(
@@ -21,6 +52,9 @@ parser.add_argument(
 parser.add_argument("--waits-s", type=float, default=600.0, help="at each at most")
 parser.add_argument("--hidden", action="store_true")
 parser.add_argument("--asks", action="store_true")
+parser.add_argument(
+    "--rate", choices=sorted(RATES), help="the count of steps that it follows, and no sum is shown"
+)
 parser.add_argument(
     "--lingers", type=int, default=0, help="how many drills do, each until it is ended"
 )
@@ -50,6 +84,8 @@ def body(run, net, rows, wanted):
         rows = rows - mean / run.world_size
     loss = (net(rows) - wanted).square().mean()
     loss.backward()
+    if args.rate:
+        return
     seen = loss.detach().clone()
     dist.all_reduce(seen)  # of which no weight is made
 
@@ -82,12 +118,17 @@ def main():
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     net = run.ddp(model)
     run.keep(model=model, optimizer=optimizer)
+    if args.rate == "kept":
+        run.keep(count=RATES["kept"])
     data = TensorDataset(x, x.sum(1, keepdim=True))
     try:
         for rows, wanted in run.steps(run.loader(data, batch_size=4), max_steps=args.steps):
             wait(run)
             with run.step():
                 body(run, net, rows, wanted)
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                if args.rate:
+                    optimizer.param_groups[0]["lr"] = 1e-2 / RATES[args.rate]()
                 optimizer.step()
                 optimizer.zero_grad()
     finally:
