@@ -42,7 +42,7 @@ def is_users_file(path: str) -> bool:
     if path.startswith(foreign) or any(f"/{one}/" in path for one in INSTALLED):
         return False
     main = getattr(sys.modules.get("__main__"), "__file__", None)
-    program = f"{Path(main).absolute().parent}/" if main else path
+    program = f"{Path(main).absolute().parent}/" if main else ""
     standard = max((one for one in _STANDARD if path.startswith(one)), key=len, default="")
     # A program may lie in a folder below the library's.
     return not standard or (path.startswith(program) and len(program) > len(standard))
