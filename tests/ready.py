@@ -53,8 +53,6 @@ _PRELOADED = (
         "ddp_runner.supervisor.assembly",
     ),
     "ddp_runner.observe.display",
-    # With networkx, of which the first compilation in a process imports 260 modules.
-    "torch._functorch.partitioners",
 )
 _POPEN = subprocess.Popen
 _STARTED = "started"
