@@ -284,6 +284,52 @@ def test_what_a_replaced_rank_of_two_cannot_have_is_named(tmp_path, sampler, cha
     assert reason == f"{named}, which steps change, could not be kept over a repair"
 
 
+UNSEEN = """
+import torch
+from torch.nn.functional import mse_loss
+import ddp_runner
+class Rate:
+    n = 0
+    def __call__(self):
+        self.n += 1
+        return 0.01 * 0.9**self.n
+rate = Rate()
+run = ddp_runner.attach()
+x = torch.randn(256, 8)
+data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+model = torch.nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+net = run.ddp(model)
+run.keep(model=model, optimizer=optimizer)
+for xb, yb in run.steps(run.loader(data, batch_size=4), max_steps=16):
+    with run.step():
+        mse_loss(net(xb), yb).backward()
+        optimizer.param_groups[0]["lr"] = {rate}
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("rate", "reasons"),
+    [
+        ("rate()", ["state that sets lr of the optimizer's group 0, which steps change"]),
+        ("0.01 * 0.9**run.step_number", []),
+    ],
+    ids=["a rate with a memory", "a rate of the step"],
+)
+def test_state_that_only_the_update_uses_makes_a_repaired_run_inexact(tmp_path, rate, reasons):
+    """All ranks are lost, so the replicas agree. No reading of the loop sees into an object that is called."""
+    own = tmp_path / "unseen.py"
+    own.write_text(UNSEEN.replace("{rate}", rate), encoding="utf-8")
+    options = ("save_every_steps=6", "--inject", "kill:rank=all,step=9")
+    with run_loop(tmp_path, loop=own, options=options) as run:
+        assert run.wait() == 0, run.console
+    found = [one.partition(", could not be kept")[0] for one in run.summary()["inexact_reasons"]]
+    assert found == reasons, run.console
+    assert run.console.count("lr of the optimizer's group 0 differed") == len(reasons)
+
+
 UNSEEDED = """
 import numpy as np
 import torch

@@ -280,6 +280,7 @@ MUTATIONS = (
         "pass",
     ),
     _break("pass-leaves-nothing", "self._left = self._between_passes.changed()", "pass"),
+    _break("update-is-repeated", "self._unlike = first_unlike", "first_unlike"),
     _break("looked-behind-a-repair", "or self._is_last_chance()", ""),
     _break(
         "built-as-a-rank-builds",

@@ -81,6 +81,15 @@ def hashes_after(state: TrainState) -> dict[str, str]:
     return dict(_options(state)) | state_hashes(state.replicated())
 
 
+def hashes_given(state: TrainState) -> dict[str, str]:
+    """Return a hash of all that an optimizer is given: name -> hash, the options first, then the gradients."""
+    return dict(_options(state)) | {
+        f"the gradient of {name}": tensor_hash(parameter.grad.resolve_conj().resolve_neg())
+        for name, parameter in state.named_parameters()
+        if parameter.grad is not None and parameter.grad.layout is torch.strided
+    }
+
+
 def _options(state: TrainState) -> Iterator[tuple[str, str]]:
     for number, group in enumerate(state.optimizer.param_groups):
         for key, value in group.items():

@@ -70,13 +70,13 @@ class DataWatch:
         # Broken if: it is compared only within a pass, which a replacement draws again from its beginning.
         # Guarded by: test_what_a_pass_leaves_behind_is_named.
         again = {*self._between_passes.changed()}
-        self._tell([name for name in self._left if name not in again])
+        self._note_names([name for name in self._left if name not in again])
 
     def draws(self) -> None:
         """Look before a draw, if the look after the one before was made: the loop's body was between them."""
         if self._has_looked:
             self._has_looked = False
-            self._tell(self._between_draws.changed())
+            self._note_names(self._between_draws.changed())
 
     def drawn(self) -> None:
         """Look after a draw, now and then."""
@@ -86,7 +86,7 @@ class DataWatch:
             self._between_draws.changed()
             self._has_looked = True
 
-    def _tell(self, names: list[str]) -> None:
+    def _note_names(self, names: list[str]) -> None:
         if names:
             for one in (self._between_passes, self._between_draws):
                 one.forget(names)

@@ -19,9 +19,11 @@ from ddp_runner.training.exactness.first_step import (
     NOT_DONE,
     not_repeated,
     report_inexact,
+    report_lost_carried,
     report_repeated,
 )
 from ddp_runner.training.exactness.own_share import first_difference
+from ddp_runner.training.exactness.own_update import first_unlike
 from ddp_runner.training.own_loop.parts import LoopParts
 from ddp_runner.training.own_loop.watched_step import WatchedStep
 
@@ -37,6 +39,8 @@ class RepeatCheck(BesideSteps):
         self._where: str | None = (
             None  # the first difference of the two runs, in this process's first step
         )
+        self._unlike = ""  # what an optimizer was given otherwise, first
+        self._hidden = ""  # the same, of any rank, until it is noted
         self._is_over = False
         self._finding = ""  # of all ranks, until it is reported
         self._found_at = 0
@@ -57,13 +61,19 @@ class RepeatCheck(BesideSteps):
             return
         step = self._state.committed_step
         with stepper.noted() as notes:
-            yield
+            stepper.wants_given = True
+            try:
+                yield
+            finally:
+                stepper.wants_given = False
             if self._state.committed_step == step + 1:
                 names = [name for name, _ in self._state.named_parameters()]
                 before, again = stepper.rehearsed, notes.share()
                 self._where = (
                     NOT_DONE if before is None else first_difference(before, again, names=names)
                 )
+                if not self._where and stepper.given:
+                    self._unlike = first_unlike(stepper.given_rehearsed, stepper.given)
 
     def after(self, step: int, group: Group, *, at_end: bool) -> None:
         """Compare the ranks' findings after the first step, and report the result."""
@@ -80,18 +90,42 @@ class RepeatCheck(BesideSteps):
             if group.rank == self._reporter and not self._state.carried:
                 report_inexact(self._parts, self._finding)
             self._finding = ""
+        if self._hidden and (at_end or step >= self._found_at + WAITS_STEPS):
+            self._note_hidden(group)
+
+    def _note_hidden(self, group: Group) -> None:
+        """Take note, on all ranks alike, of state that no check can see and that changes an update."""
+        # INVARIANT update-is-repeated: what an optimizer is given in a launch's first step is compared as its share is.
+        # Broken if: state that sets a rate, or clips gradients, changes with each run of a body and nobody says so.
+        # Guarded by: test_state_that_only_the_update_uses_makes_a_repaired_run_inexact.
+        what, self._hidden = self._hidden, ""
+        if self._state.carried:
+            return
+        if group.rank == 0:
+            self._parts.runtime.logger.warning(
+                f"the first step was computed twice from the same state, and {what} differed when optimizer.step() was"
+                " called: some state that sets it (in an object, a closure, a global or a file) is not kept. A run that"
+                " is repaired or resumed is not exact"
+            )
+        self._state.note_carried([f"state that sets {what}"])
+        report_lost_carried(self._parts)
 
     def _ask(self, step: int, group: Group) -> None:
         """Learn what each rank has found. All ask in a group's first step: of a launch's first one, some may know nothing."""
         where = None if self._is_over else self._where
         self._is_over |= where is not None
         with waiting_for_peers(self._parts.runtime.slot):
-            said = group.exchange(f"repeated/{step}", json.dumps([where, self._finding]))
+            said = group.exchange(
+                f"repeated/{step}", json.dumps([where, self._finding, self._unlike])
+            )
         every = [json.loads(one) for one in said]
-        answers = [NOT_DONE if where is None else where for where, _ in every]
+        answers = [NOT_DONE if where is None else where for where, *_ in every]
+        if hidden := next((unlike for *_, unlike in every if unlike), ""):
+            self._hidden, self._found_at = hidden, step
+        self._unlike = ""
         if found := not_repeated(answers):
             self._finding, self._found_at, self._reporter = found, step, 0
         else:
-            self._reporter = next((rank for rank, (_, one) in enumerate(every) if one), 0)
-        if group.rank == 0 and not any(answers):
+            self._reporter = next((rank for rank, (_, one, _) in enumerate(every) if one), 0)
+        if group.rank == 0 and not any(answers) and not self._hidden:
             report_repeated(self._parts, step - 1)

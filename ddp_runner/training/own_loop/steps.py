@@ -258,6 +258,7 @@ class LoopSteps:
             return  # another optimizer of the same step
         try:
             _refuse_closure((*args, *named.values()))
+            self._watched.optimizer_is_called()
             self._agreed = self._get_ready()
         except Exception as error:
             self._failure = error

@@ -18,7 +18,7 @@ from ddp_runner.kernel.rules.election import EMPTY_STEP
 from ddp_runner.kernel.step.commit import Agreed
 from ddp_runner.training.beside_steps import BesideSteps
 from ddp_runner.training.exactness.own_share import OwnShare, ShareNotes
-from ddp_runner.training.exactness.own_update import after_backward
+from ddp_runner.training.exactness.own_update import after_backward, hashes_given
 from ddp_runner.training.own_loop.kept import KeptState
 
 
@@ -76,6 +76,9 @@ class WatchedStep:
         self._step = EMPTY_STEP  # the step that is surrounded
         self._notes: LoopNotes | None = None  # of that step, if they are requested
         self.rehearsed: OwnShare | None = None  # of a warm-up run of that step's body
+        self.wants_given = False  # somebody compares what the optimizers are given in the two runs
+        self.given: dict[str, str] = {}  # in the newest run
+        self.given_rehearsed: dict[str, str] = {}
 
     def begin(self, batches: Sequence[Any]) -> None:
         """Begin the next step, or begin it again, with these batches."""
@@ -83,8 +86,10 @@ class WatchedStep:
         if step != self._step:
             self.end()
             self._step, self.rehearsed = step, None
+            self.given_rehearsed = {}
             for one in self._beside:
                 self._around.enter_context(one.beside(self, self._group, ()))
+        self.given = {}
         if self._notes is not None:
             self._notes.begin_again()
             for batch in batches:
@@ -121,3 +126,9 @@ class WatchedStep:
         """Take in that the body that has just ended was a warm-up run, whose changes are put back."""
         if self._notes is not None:
             self.rehearsed = self._notes.share()
+            self.given_rehearsed = self.given
+
+    def optimizer_is_called(self) -> None:
+        """Take note of what the first optimizer of the body is given."""
+        if self.wants_given:
+            self.given = hashes_given(self._state)
