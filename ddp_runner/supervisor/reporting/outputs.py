@@ -240,7 +240,9 @@ class Outputs:
                 try:
                     write_summary(files.summary_path, summary)
                 except OSError as error:
-                    self.warn_console(f"{files.summary_path} could not be written: {error}")
+                    self.warn_console(
+                        f"{files.summary_path} could not be written ({error.strerror or error})"
+                    )
             files.close()
         self._display.update(view)
         shown = summary if isinstance(summary, RunSummary) else None
