@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from ddp_runner.cli.runs import latest_logs
 from ddp_runner.config import check_relations, from_flat, resolve, to_yaml, ways_on
 from ddp_runner.config.run_names import is_name, name_of_task
 from ddp_runner.config.ways_on import own_folder, words_of_old
-from ddp_runner.core.settings import Settings
+from ddp_runner.core.settings import RunSettings, Settings
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.system.run_directories import RunDirectories, point
 
@@ -268,3 +269,15 @@ def test_the_home_folder_of_nobody_is_refused(key):
     option = f"--{key.replace('_', '-')}"
     with pytest.raises(BadInputError, match=f"^{option}=~nosuchuser/x: no user of this machine"):
         from_flat({key: "~nosuchuser/x"})
+
+
+def test_a_folder_that_became_a_file_is_named_once(tmp_path):
+    """With the reason, and without the number of the error."""
+    logs, checkpoints = tmp_path / "logs", tmp_path / "checkpoints"
+    holder = RunDirectories(RunSettings(log_dir=str(logs), checkpoint_dir=str(checkpoints)))
+    holder.claim()
+    shutil.rmtree(checkpoints)
+    checkpoints.touch()
+    (change,) = holder.look()
+    assert change.text == f"{checkpoints} was removed, and cannot be locked again (File exists)"
+    holder.release()

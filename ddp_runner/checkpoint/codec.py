@@ -16,9 +16,8 @@ _LISTED_MAX = 5
 
 # What torch.load(weights_only=True) gives back unchanged in every torch that we support.
 _PLAIN_LEAVES = (type(None), bool, int, float, torch.dtype, torch.device, torch.Size)
-_BYTES_PER_ENTRY = (
-    512  # of the archive: headers, alignment and the pickled description of one entry
-)
+# More than each takes in the file: the archive itself, a tensor's record in it, and any other value.
+_ARCHIVE_BYTES, _TENSOR_BYTES, _VALUE_BYTES = 4096, 1024, 64
 
 
 def check_state_dict(
@@ -89,37 +88,44 @@ def weights_sha256(state_dict: Mapping[str, object]) -> str:
     return digest.hexdigest()
 
 
-def stored_bytes(state: Mapping[str, object], *, entry_bytes: int = _BYTES_PER_ENTRY) -> int:
+def tensor_bytes(state: Mapping[str, object]) -> int:
+    """Return the bytes of the tensors in ``state``; storages count once. Raises as :func:`stored_bytes`."""
+    storages: dict[int, int] = {}
+    _visit(state, where="state", storages=storages)
+    return sum(storages.values())
+
+
+def stored_bytes(state: Mapping[str, object]) -> int:
     """Return an upper estimate of the bytes of ``state`` in a file; storages count once.
 
     Raises TypeError, naming the entry, for a value that plain ``torch.load(weights_only=True)``
     would refuse or change, so that nothing is announced that cannot be read again.
     """
     storages: dict[int, int] = {}
-    entries = _visit(state, where="state", storages=storages)
-    return sum(storages.values()) + entries * entry_bytes
+    other_bytes = _visit(state, where="state", storages=storages)
+    return _ARCHIVE_BYTES + other_bytes + sum(storages.values())
 
 
 def _visit(value: Any, *, where: str, storages: dict[int, int]) -> int:
-    """Collect the storages below ``value`` by address; the number of entries seen."""
+    """Collect the storages below ``value`` by address; the bytes of all else, at most."""
     kind = type(value)
     if kind in (Tensor, torch.nn.Parameter):
         storage = value.untyped_storage()
         storages[storage._cdata] = storage.nbytes()  # noqa: SLF001  # as torch.save names storages
-        return 1
-    entries = 1
+        return _TENSOR_BYTES
+    found_bytes = _VALUE_BYTES
     if kind in (dict, OrderedDict):
         for key, item in value.items():
-            entries += _visit(key, where=f"a key of {where}", storages=storages)
-            entries += _visit(item, where=f"{where}[{key!r}]", storages=storages)
+            found_bytes += _visit(key, where=f"a key of {where}", storages=storages)
+            found_bytes += _visit(item, where=f"{where}[{key!r}]", storages=storages)
     elif kind in (list, tuple):
         for index, item in enumerate(value):
-            entries += _visit(item, where=f"{where}[{index}]", storages=storages)
+            found_bytes += _visit(item, where=f"{where}[{index}]", storages=storages)
     elif kind in (str, bytes):
-        entries += len(value) // _BYTES_PER_ENTRY
+        found_bytes += len(value if isinstance(value, bytes) else value.encode(errors="replace"))
     elif kind not in _PLAIN_LEAVES:
         raise TypeError(
             f"{where} is a {kind.__module__}.{kind.__qualname__}, which torch.load(weights_only="
             "True) does not give back: store a number, string, tensor, list, tuple or dict"
         )
-    return entries
+    return found_bytes

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ddp_runner.checkpoint.catalog import POINTERS, SPARED, WORDS, Catalog, Entry
-from ddp_runner.checkpoint.codec import stored_bytes
+from ddp_runner.checkpoint.codec import stored_bytes, tensor_bytes
 from ddp_runner.checkpoint.file_hash import digest_of
 from ddp_runner.checkpoint.manifest import CheckpointFacts, Manifest, manifest_name
 from ddp_runner.checkpoint.publish import publish, publish_text
@@ -121,7 +121,7 @@ class CheckpointStore:
         if MANIFEST_KEY in state:
             raise ValueError(f"state has the key {MANIFEST_KEY!r}, which the store writes itself")
         content = {**state, MANIFEST_KEY: manifest.facts()}
-        least_bytes = stored_bytes(content, entry_bytes=0)
+        least_bytes = tensor_bytes(content)
         try:
             published, write_s = self._publish(
                 content, manifest, least_bytes=least_bytes, confirm=confirm

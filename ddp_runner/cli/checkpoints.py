@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddp_runner import start
-from ddp_runner.checkpoint.catalog import Catalog, Entry
+from ddp_runner.checkpoint.catalog import NO_FILE, Catalog, Entry
 from ddp_runner.checkpoint.manifest import manifest_name, stage_name
 from ddp_runner.cli.checkpoint_show import chosen, lines_of, record_of, short_record
 from ddp_runner.cli.command import CHECKPOINT_DIR, JSON, NAME, Arguments, SmallCommand, show
@@ -162,7 +162,12 @@ def _line(entry: Entry, *, reason: str | None, is_best: bool, verified: bool) ->
             f"{monitored:<11}",
             manifest.created_utc[:19],
         ]
-    cells.append(f"BAD: {reason}" if reason is not None else "ok" if verified else "")
+    if reason is None:
+        cells.append("ok" if verified else "")
+    elif verified or manifest is not None or reason == NO_FILE:
+        cells.append(f"BAD: {reason}")
+    else:
+        cells.append(f"{reason}; `checkpoints verify` reads its archive")
     cells.append("best" if is_best else "")
     return "  ".join(cells).rstrip()
 

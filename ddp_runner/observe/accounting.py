@@ -286,7 +286,7 @@ class RunAccounting:
         """An incident is closed and being repaired, if it is; ``event_id`` of its first fault."""
         if self._stage_ended_s is not None:  # no step was cut short
             self._stage_begun(plan.began_s)
-        elif not self._open:
+        elif not self._open and plan.kind != FaultKind.STORAGE_FAILED.value:  # behind the last step
             self._unfinished_s += max(0.0, plan.began_s - plan.since_s)
         fault = OpenFault(
             incident=plan.incident,

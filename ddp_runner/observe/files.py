@@ -13,7 +13,12 @@ from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from ddp_runner.kernel.system.run_files import is_named, open_to_append_anywhere, reading
+from ddp_runner.kernel.system.run_files import (
+    is_named,
+    not_written,
+    open_to_append_anywhere,
+    reading,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -55,8 +60,7 @@ class Outage:
         self._lost_now += 1
         self.lost_total += 1
         if self._lost_now == 1 and self._warn is not None:
-            reason = error.strerror or str(error)
-            self._warn(f"{self._path} cannot be written ({reason}); training continues without it")
+            self._warn(not_written(self._path, error))
 
     def ended(self) -> int:
         """Note a write that worked; the number of writes lost just before it."""

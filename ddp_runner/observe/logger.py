@@ -6,6 +6,7 @@ message are indented by two spaces. Of a rank the milliseconds are followed by t
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import os
@@ -17,16 +18,18 @@ import warnings
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from ddp_runner.kernel.rules.secrets import without_secrets
 from ddp_runner.kernel.system.run_files import is_named, open_to_append, open_to_append_anywhere
-from ddp_runner.observe.files import ends_torn
+from ddp_runner.observe.files import Outage, ends_torn
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
     from types import TracebackType
+
+    from ddp_runner.observe.files import Warn
 
 LEVELS = ("DEBUG", "STEP", "DETAIL", "INFO", "WARNING", "ERROR")
 CONTINUATION = "  "
@@ -127,7 +130,7 @@ class DDPLogger:
         self.rank = rank
         self._seal = seal
         self.step: int | None = None
-        self.records_lost = 0
+        self._outage = Outage(path or Path("standard error"), None)
         self.hidden: tuple[str, ...] = ()  # secrets: shown as *** wherever a record holds one
         self.is_debug = debug
         self._stream: TextIO | None = stream
@@ -137,9 +140,19 @@ class DDPLogger:
             torn = ends_torn(path)
             self._fd = open_to_append(path)
             if torn:
-                self._write("\n")
+                with contextlib.suppress(OSError):
+                    self._write("\n")
         elif stream is None:
             self._fd, self._stream = _standard_error()
+
+    @property
+    def records_lost(self) -> int:
+        """The number of records given up so far."""
+        return self._outage.lost_total
+
+    def report_outages(self, path: Path, warn: Warn) -> None:
+        """Have ``warn`` say once when records are lost, and when they are no longer; ``path``: the file that has them."""
+        self._outage = Outage(path, warn)
 
     def debug(self, message: str, *, step: int | None = None) -> None:
         """Log a message for debugging; it is written with ``--debug`` only."""
@@ -197,23 +210,30 @@ class DDPLogger:
         text = format_record(
             level, message, rank=self.rank, step=where, at=_local_now(), seal=self._seal
         )
-        if not self._write(text):
-            self.records_lost += 1
-
-    def _write(self, text: str) -> bool:
         try:
-            if self._fd is not None:
-                if self._path is not None and not is_named(self._fd, self._path):
-                    self._reopen(self._path)
-                data = text.encode(errors="backslashreplace")
-                return os.write(self._fd, data) == len(data)
-            if self._stream is not None:
-                self._stream.write(text)
-                self._stream.flush()
-                return True
-        except (OSError, ValueError):
-            return False  # a full disk or a closed stream: counted, and training goes on
-        return False
+            self._write(text)
+        except OSError as error:  # a full disk or a closed stream: counted, and training goes on
+            self._outage.failed(error)
+        else:
+            self._outage.ended()
+
+    def _write(self, text: str) -> None:
+        """Raises OSError where not all of it is written."""
+        if self._fd is not None:
+            if self._path is not None and not is_named(self._fd, self._path):
+                self._reopen(self._path)
+            data = text.encode(errors="backslashreplace")
+            written = os.write(self._fd, data)
+            if written < len(data):
+                raise OSError(f"only {written} of {len(data)} bytes fitted")
+            return
+        if self._stream is None:
+            raise OSError("it is closed")
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except ValueError as error:
+            raise OSError(str(error)) from error
 
     def _reopen(self, path: Path) -> None:
         """Write to a new file where ours was removed or moved away. Raises OSError, and keeps ours then."""

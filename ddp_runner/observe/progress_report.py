@@ -155,13 +155,25 @@ def _faults_total(summary: RunSummary) -> str:
     faults, left_out = summary.faults, summary.faults_left_out
     if not faults:
         return "none"
-    repairs_s = [f.recovered_s - f.detected_s for f in faults if f.recovered_s is not None]
+    repairs = [one for one in faults if one.recovered_s is not None]
     lost = sum(fault.steps_lost for fault in faults)
     steps = f"{fmt.counted(lost, 'step')} done again"
-    if not repairs_s:
+    if not repairs:
         return f"{len(faults)}, none repaired"
-    repaired = f"{len(repairs_s) + left_out} repaired in {fmt.duration(sum(repairs_s))}"
+    repaired = f"{len(repairs) + left_out} repaired in {fmt.duration(_repaired_s(repairs))}"
     return f"{len(faults) + left_out}, {repaired}, {steps}"
+
+
+def _repaired_s(repairs: Iterable[FaultRecord]) -> float:
+    """Return how long repairs went on: the time of several at once counts once."""
+    total_s, launch, until_s = 0.0, -1, 0.0
+    for one in sorted(repairs, key=lambda one: (one.launches_ago, one.detected_s)):
+        if one.launches_ago != launch:
+            launch, until_s = one.launches_ago, one.detected_s
+        end_s = max(until_s, one.recovered_s or 0.0)
+        total_s += end_s - max(until_s, one.detected_s)
+        until_s = end_s
+    return total_s
 
 
 def _machines_row(summary: RunSummary) -> Iterable[tuple[str, str]]:

@@ -272,7 +272,8 @@ def read_summary(path: Path) -> RunSummary:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        raise ValueError(f"{path} is not a run summary: {where}: {first['msg']}") from error
+        what = f"its field {where}: {first['msg']}" if where else "it is not a JSON object"
+        raise ValueError(what) from error
 
 
 def other_report(path: Path) -> OtherReport | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from ddp_runner.kernel.rank import process
 from ddp_runner.kernel.rank.runtime import SupervisedRuntime
 from ddp_runner.kernel.rank.zygote import Ahead
 from ddp_runner.kernel.rules.helper_roles import FORKED
+from ddp_runner.kernel.wire import events
 from ddp_runner.kernel.wire.fork_specs import RankSpec
 from ddp_runner.kernel.wire.messages import Fork
 from ddp_runner.observe.logger import DDPLogger, install_root_handler
@@ -104,7 +106,19 @@ def begin(
         timeout_s=collective_timeout_s(settings, is_watched=True),
         surround=lambda runtime: _surround(runtime, settings, spec),
     )
+    _report_outages(logger, runtime, log)
     return config_with_resume(settings, spec.resume), runtime
+
+
+def _report_outages(logger: DDPLogger, runtime: SupervisedRuntime, log: Path) -> None:
+    """Have the supervisor say where lines of this rank are lost: its log cannot."""
+    pid, rank = os.getpid(), runtime.rank_info.rank
+
+    def warn(text: str) -> None:
+        if os.getpid() == pid:  # a loader worker has the logger, but no link
+            runtime.report(events.LogOutage(rank=rank, text=text))
+
+    logger.report_outages(log, warn)
 
 
 def _surround(runtime: SupervisedRuntime, settings: Settings, spec: RankSpec) -> None:

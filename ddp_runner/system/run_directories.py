@@ -159,7 +159,8 @@ class DirectoryLock:
             folder.mkdir(parents=True, exist_ok=True)
             self.acquire()
         except (OSError, BadInputError) as error:
-            return self._said_once(f"{folder} was removed, and cannot be locked again: {error}")
+            reason = error.strerror if isinstance(error, OSError) else error
+            return self._said_once(f"{folder} was removed, and cannot be locked again ({reason})")
         os.close(old)
         self._trouble = ""
         text = f"{folder} was removed or moved away: it is made again"

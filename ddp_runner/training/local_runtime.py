@@ -40,9 +40,10 @@ from ddp_runner.kernel.rules.faults import Fault, FaultError
 from ddp_runner.kernel.rules.recovery import GiveUp, Incident
 from ddp_runner.kernel.step.runtime import Generation, RankInfo, without_secrets_in
 from ddp_runner.kernel.system.disk import Disk, RealDisk
+from ddp_runner.kernel.system.run_files import not_written
 from ddp_runner.kernel.wire import events
 from ddp_runner.kernel.wire.board import SLOT_BYTES, Board, Cell, Slot
-from ddp_runner.kernel.wire.events import Faulted, TuningChanged
+from ddp_runner.kernel.wire.events import Faulted, FaultTolerated, TuningChanged
 from ddp_runner.kernel.wire.messages import (
     CopyWritten,
     Finished,
@@ -187,6 +188,7 @@ class LocalRuntime:
         """Nobody listens; files and the log have what matters, and a person may see how far it is."""
         shown = without_secrets_in(message, self.logger.hidden)
         self.logger.debug(f"reported: {brief(shown)}")
+        self._log_failed_save(shown)
         if self._record is not None:
             self._record.take(shown)
         if self._line is not None and isinstance(message, Metrics):
@@ -195,6 +197,10 @@ class LocalRuntime:
             self._line.finish()
         elif self._line is not None and isinstance(message, TuningChanged) and message.action:
             self._line.say(message.action)
+
+    def _log_failed_save(self, message: Message) -> None:
+        if isinstance(message, FaultTolerated) and message.line:
+            self.logger.warning(message.line, step=message.fault.step)
 
     def ended(self, error: BaseException) -> None:
         """The training ends with ``error``."""
@@ -232,9 +238,7 @@ def _logger(path: Path, *, rank: int, debug: bool) -> DDPLogger:
         return DDPLogger(rank=rank, path=path, debug=debug)
     except OSError as error:
         logger = DDPLogger(rank=rank, debug=debug)
-        logger.warning(
-            f"{path} cannot be written ({error.strerror}); training continues without it"
-        )
+        logger.warning(not_written(path, error))
         return logger
 
 

@@ -118,7 +118,8 @@ def test_state_of_real_optimizers_may_be_stored(tmp_path):
     }
     estimate = stored_bytes(state)
     torch.save(state, tmp_path / "x.pt")
-    assert (tmp_path / "x.pt").stat().st_size <= estimate
+    size_bytes = (tmp_path / "x.pt").stat().st_size
+    assert size_bytes <= estimate < 4 * size_bytes
     again = torch.load(tmp_path / "x.pt", weights_only=True)
     assert again["plain"] == state["plain"]
     assert again["optimizer"]["param_groups"] == state["optimizer"]["param_groups"]

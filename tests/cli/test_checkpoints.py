@@ -131,6 +131,23 @@ def test_show_of_a_damaged_or_older_checkpoint_says_so(tmp_path, capsys):
     assert "BAD: its SHA-256" in capsys.readouterr().out
 
 
+def test_list_condemns_no_checkpoint_that_verify_accepts(tmp_path, capsys):
+    """A damaged manifest says nothing of the file. Control: one that is cut short is bad for both."""
+    path = save(tmp_path, 7).path
+    path.with_suffix(".json").write_text("")
+    assert main(["checkpoints", "verify", "-c", str(tmp_path)]) == 0
+    assert "ok" in capsys.readouterr().out
+    assert main(["checkpoints", "list", "-c", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "BAD" not in said
+    assert "its manifest is damaged" in said
+    assert "`checkpoints verify` reads its archive" in said
+    os.truncate(save(tmp_path, 8).path, 100)
+    for action in ("list", "verify"):
+        main(["checkpoints", action, "-c", str(tmp_path)])
+        assert "BAD: 100 bytes" in capsys.readouterr().out
+
+
 def _exported(me, spec):
     """In a fork that has imported torch: what the process of an export answers."""
     reader, writer = os.pipe()

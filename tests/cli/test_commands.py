@@ -459,20 +459,21 @@ RECORD = SUMMARY.to_record()
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("text", "why"),
     [
-        DEEP,
-        json.dumps({**RECORD, "steps": "many"}),
-        json.dumps({**RECORD, "figures": {"loss": "low"}}),
-        json.dumps({**RECORD, "weights_sha256": 5}),
-        json.dumps({**RECORD, "own_step_s": {"0": None}}),
+        (DEEP, "it is nested too deeply"),
+        ("[1, 2]", "it is not a JSON object"),
+        (json.dumps({**RECORD, "steps": "many"}), "its field steps: "),
+        (json.dumps({**RECORD, "figures": {"loss": "low"}}), "its field figures.loss: "),
+        (json.dumps({**RECORD, "weights_sha256": 5}), "its field weights_sha256: "),
+        (json.dumps({**RECORD, "own_step_s": {"0": None}}), "its field own_step_s.0: "),
     ],
 )
-def test_a_summary_that_somebody_else_has_written_is_one_line(tmp_path, capsys, text):
+def test_a_summary_that_somebody_else_has_written_is_one_line(tmp_path, capsys, text, why):
     """Values of another kind, and brackets that no parser gets out of, are no crash of ours."""
     (tmp_path / "summary.json").write_text(text)
     assert main(["report", "-l", str(tmp_path)]) == 2
-    assert "its summary.json cannot be read" in capsys.readouterr().err
+    assert f"its summary.json cannot be read: {why}" in capsys.readouterr().err
 
 
 def test_a_status_that_somebody_else_has_written_is_one_line(tmp_path, capsys):
@@ -579,8 +580,8 @@ def test_a_report_on_a_live_run_shows_its_status(tmp_path, capsys):
     ("state", "shown", "reported"),
     [
         ("running", "last seen running at step 5 of 9", "its end was not recorded"),
-        ("done", "done at step 5 of 9", "its summary.json could not be written"),
-        ("failed", "failed at step 5 of 9", "its summary.json could not be written"),
+        ("done", "done at step 5 of 9", "its summary.json is not there"),
+        ("failed", "failed at step 5 of 9", "its summary.json is not there"),
     ],
 )
 def test_a_report_on_a_dead_run_does_not_call_it_alive(tmp_path, capsys, state, shown, reported):

@@ -77,6 +77,7 @@ SAMPLES = [
     ),
     messages.SaverReady(),
     messages.LoaderWorkers(rank=0, pids=(1, 2)),
+    events.LogOutage(rank=0, text="a"),
     events.StopSignalAtRank(rank=0, reason=StopReason.PREEMPTED),
     messages.RestartProgress(
         rank=0, generation=2, run_id="r", clock="boot", began_ns=1, at_ns=2, spent_ns={"productive": 1}

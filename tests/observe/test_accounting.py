@@ -167,6 +167,13 @@ def test_a_fault_repaired_in_place_loses_the_unfinished_step_only():
     assert made.time_s.productive == 9.0
 
 
+def test_a_last_save_that_fails_loses_no_step():
+    """The time since the last commit is what the save was tried for. Control: the test before."""
+    account = RunAccounting(began_s=100.0)
+    note(account, incident(7, kind=FaultKind.STORAGE_FAILED), began_s=140.0, since_s=109.5)
+    assert summary(account, reading=reading(productive_ns=9 * SECOND_NS)).time_s.lost == 0.0
+
+
 def test_work_since_the_checkpoint_is_lost_by_a_rollback():
     """It moves from productive to lost."""
     account = RunAccounting(began_s=100.0)

@@ -229,6 +229,20 @@ def test_summary_block_shows_people_everything():
     assert max(len(line) for line in block) < 80
 
 
+def test_repairs_at_the_same_time_count_once():
+    """Five processes killed at once are not repaired in five times the time."""
+    (fault,) = run_summary().faults
+    spans = [(10.0, 12.0), (10.5, 12.0), (11.0, 13.0), (20.0, 21.0)]
+    faults = tuple(replace(fault, detected_s=a, recovered_s=b) for a, b in spans)
+    before = replace(faults[0], launches_ago=1)
+    for made, words in (
+        (faults, "4, 4 repaired in 4.0s"),
+        ((*faults, before), "5 repaired in 6.0s"),
+    ):
+        block = summary_block(run_summary(faults=made), log_dir="logs", width=80)
+        assert words in "\n".join(block)
+
+
 @pytest.mark.parametrize(
     ("proof", "words"),
     [

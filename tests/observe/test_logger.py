@@ -112,14 +112,23 @@ def test_a_stream_without_descriptor_works():
 
 
 def test_a_full_disk_costs_records_not_the_training(tmp_path, monkeypatch):
-    """A record that does not fit is counted, and nothing is raised."""
+    """A record that does not fit is counted, and nothing is raised; the outage and its end are said once."""
     for name in ("open_to_append", "open_to_append_anywhere"):
         full = f"ddp_runner.observe.logger.{name}"
         monkeypatch.setattr(full, lambda path: os.open("/dev/full", os.O_WRONLY))
-    with DDPLogger(rank=0, path=tmp_path / "rank_0.log") as log:
+    path, said = tmp_path / "rank_0.log", []
+    with DDPLogger(rank=0, path=path) as log:
+        log.report_outages(path, said.append)
         log.info("a")
         log.info("b")
         assert log.records_lost == 2
+        monkeypatch.undo()
+        log.info("c")
+    assert said == [
+        f"{path} cannot be written (No space left on device); training continues without it",
+        f"{path} is written again; 2 writes were lost",
+    ]
+    assert parse_line(path.read_text().rstrip()).message == "c"
 
 
 def test_a_record_never_continues_a_torn_line(tmp_path):

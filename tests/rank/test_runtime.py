@@ -20,7 +20,7 @@ from ddp_runner.kernel.step.runtime import RankInfo
 from ddp_runner.kernel.system.control_channel import Channel, ChannelClosedError
 from ddp_runner.kernel.system.folder_owner import FolderOwner
 from ddp_runner.kernel.wire.board import SLOT_BYTES, Board, Cell
-from ddp_runner.kernel.wire.events import Faulted, StopSignalAtRank
+from ddp_runner.kernel.wire.events import Faulted, LogOutage, StopSignalAtRank
 from ddp_runner.kernel.wire.messages import (
     Abort,
     Checkpoint,
@@ -29,6 +29,7 @@ from ddp_runner.kernel.wire.messages import (
     Forked,
     Form,
     Ready,
+    ReopenLog,
     Stacks,
     Stop,
     WriteCopy,
@@ -176,6 +177,40 @@ def test_a_rank_reports_ready_and_gets_the_generation_it_is_sent(tmp_path):
         assert rank.hear() == (4, "the run", False)
         assert rank.result() == ([READY, READY], 5)
     assert (tmp_path / "rank_0.log").exists()
+
+
+def _say_before_and_after(me, runtime):
+    print("before", flush=True)
+    for _ in range(2):
+        me.say(runtime.next_generation(READY).membership.generation)
+    runtime.next_generation(READY)
+
+
+def _lack_a_log(me, path):
+    channel, pid = _supervise(me, path, _say_before_and_after)
+    heard = []
+    for generation in (1, 4):
+        heard.append(channel.receive()[0])
+        channel.send(form(generation))
+    heard += [channel.receive()[0] for _ in range(2)]
+    made_before = path.exists()
+    path.parent.mkdir()
+    channel.send(ReopenLog())
+    channel.send(form(5))
+    return heard, made_before, exit_code_of(pid)
+
+
+def test_a_log_that_cannot_be_made_is_reported_once(tmp_path):
+    """Its output stays in memory, and is in the log as soon as that can be made."""
+    path = tmp_path / "logs" / "rank_0.log"
+    outage = LogOutage(
+        rank=0,
+        text=f"{path} cannot be written (No such file or directory); training continues without it",
+    )
+    with ranks(_lack_a_log, 1, path) as (rank,):
+        assert (rank.hear(), rank.hear()) == (1, 4)
+        assert rank.result() == ([READY, outage, READY, READY], False, 5)
+    assert path.read_text(encoding="utf-8") == "before\n"
 
 
 def _stand_behind_a_peer(me, runtime):

@@ -426,7 +426,13 @@ class Simulation:
             return
         if number == signal.SIGKILL and process.unending:
             process.stopped = process.asleep = True
-        elif number in (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT):
+        elif number == signal.SIGINT:  # while it imports
+            self._end(process, exit_code=130)
+        elif number in {
+            *(signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT),
+            signal.SIGHUP,
+            signal.SIGQUIT,
+        }:
             self._end(process, signal_number=int(number))
         elif number == STACKS_SIGNAL and process.rank >= 0:
             os.write(process.machine.node.processes[process.rank].output, ITS_STACKS)

@@ -193,4 +193,4 @@ def test_a_summary_that_cannot_be_written_is_said(logs, capsys):
     (logs / "summary.json").mkdir()
     (logs / "summary.json" / "in the way").touch()
     records.finish(view(), summary())
-    assert "summary.json could not be written" in capsys.readouterr().out
+    assert "summary.json could not be written (Is a directory)\n" in capsys.readouterr().out

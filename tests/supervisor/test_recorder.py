@@ -89,6 +89,16 @@ def test_a_fault_that_is_tolerated_is_in_no_account(recorder):
     assert (recorder.accounting.faults_total, recorder.facts.inexact_reasons) == (0, [])
 
 
+def test_a_failed_save_is_said_without_the_log_of_its_rank(recorder):
+    """That log may be on the disk that is full. Control: the line of another fault is in the rank's log."""
+    for kind in (FaultKind.STORAGE_FAILED, FaultKind.NON_FINITE):
+        fault = Fault(kind=kind, rank=0, step=9, cause="no space left")
+        recorder.reported(events.FaultTolerated(rank=0, fault=fault, action="goes on"))
+    recorder.reported(events.LogOutage(rank=0, text="rank_0.log cannot be written"))
+    said = [("WARNING", "no space left; goes on"), ("WARNING", "rank_0.log cannot be written")]
+    assert recorder.outputs.said == said
+
+
 def test_the_newest_evaluation_is_that_of_the_stage(recorder):
     """A step's own figures are none, and another stage has other data."""
     recorder.metrics(8, 0, {"loss": 2.0, "step_s": 0.1})

@@ -71,6 +71,17 @@ def test_a_zygote_that_crashes_once_it_was_ready_is_replaced(simulate, number):
     assert said in [text for _, text in run.outputs.said]
 
 
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGQUIT, signal.SIGINT])
+def test_a_zygote_that_somebody_ends_while_it_imports_is_replaced(simulate, number):
+    """Its import did nothing wrong. Control: one that crashes there is in the next test."""
+    run = simulate()
+    run.pass_time(0.05)
+    assert run.events("zygote_ready") == []
+    run.signal(run.zygote.pid, number)
+    assert_done(run)
+    assert run.zygotes == 2
+
+
 def test_a_zygote_that_crashes_at_each_fork_ends_the_run(simulate):
     """Control: three of them, and the signal is named. So does one whose import crashes, at once."""
     run = simulate()

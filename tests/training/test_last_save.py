@@ -38,6 +38,7 @@ class Disk:
         is_home = store.directory == self._home
         self.tries += is_home
         if self.tries <= self._count if is_home else self._elsewhere:
+            store.directory.mkdir(exist_ok=True)
             cause = f"{store.directory}: no room"
             raise FaultError(Fault(kind=self._kind, rank=-1, step=STEP, cause=cause))
         return store.save(state_of(STEP), facts_of(STEP))
@@ -86,13 +87,16 @@ def test_what_is_not_freed_is_saved_elsewhere(make, tmp_path, rescue_dir):
 
 
 def test_where_no_place_takes_it_both_reasons_are_reported(make, tmp_path):
-    """Only then is the work lost."""
+    """Only then is the work lost. No empty folder is left of it, and the wait is time of checkpoints."""
     disk = Disk(tmp_path, count=10**9, elsewhere=True)
     with pytest.raises(FaultError) as caught:
         make(disk, checkpoint_timeout_s=0.1)
     home, elsewhere = tmp_path / "checkpoints", tmp_path / "logs" / "rescued_run-1"
     assert caught.value.fault.cause == f"{home}: no room; nor elsewhere: {elsewhere}: no room"
     assert disk.tries > 2
+    assert home.exists()
+    assert not elsewhere.exists()
+    assert make.runtime.slot.get(Cell.CHECKPOINT_NS) >= 0.05e9
 
 
 @pytest.mark.parametrize(

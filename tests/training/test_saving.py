@@ -66,6 +66,7 @@ class RecordingRuntime(LocalRuntime):
         self._log = folder / "logs" / "rank_0.log"
 
     def report(self, message):
+        super().report(message)
         if isinstance(message, CheckpointSaved):
             self.saved_steps.append(message.step)
             self.waited_s[message.step] = message.blocked_s

@@ -122,6 +122,7 @@ class OutsideRuntime(LocalRuntime):
         """Keep what the next restart must know; rank 0 keeps metrics.jsonl and prints a line a step."""
         message = without_secrets_in(message, self.logger.hidden)
         self.logger.debug(f"reported: {brief(message)}")
+        self._log_failed_save(message)
         self._look_after_folders(message)
         self._keep_time(message)
         self._restart_log.keep(message)

@@ -38,7 +38,7 @@ from ddp_runner.kernel.system.control_channel import Channel, ChannelClosedError
 from ddp_runner.kernel.system.interfaces import interface_of, interface_to
 from ddp_runner.kernel.system.run_files import left_over, temporary_path, writer_of
 from ddp_runner.kernel.wire.board import Board, Cell, Slot
-from ddp_runner.kernel.wire.events import Faulted, RankFormed
+from ddp_runner.kernel.wire.events import Faulted, LogOutage, RankFormed
 from ddp_runner.kernel.wire.fork_specs import ProgramSpec
 from ddp_runner.kernel.wire.messages import (
     CollectivesBegun,
@@ -230,7 +230,8 @@ class _Link:
         with contextlib.suppress(OSError):  # no log is worth a run
             self._log.parent.mkdir(parents=True, exist_ok=True)
             error_file(self._log).unlink(missing_ok=True)
-        self._output.attach()
+        if line := self._output.attach():
+            self._send(LogOutage(rank=self._rank, text=line))
         self._send(
             RankFormed(
                 rank=self._rank,

@@ -193,6 +193,8 @@ class ScriptAgent:
                 self._report(fault)
             case Leaving():
                 self._attempt.heard_leaving(message)
+            case events.LogOutage():
+                self.recorder.record(message)
             case _:
                 raise TypeError(f"a script's rank does not send {type(message).__name__}")
 

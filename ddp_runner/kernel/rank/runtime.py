@@ -35,9 +35,13 @@ from ddp_runner.kernel.system.clock import SYSTEM_CLOCK
 from ddp_runner.kernel.system.control_channel import Channel, ChannelClosedError
 from ddp_runner.kernel.system.disk import Disk
 from ddp_runner.kernel.system.folder_owner import FolderOwner
-from ddp_runner.kernel.system.run_files import open_to_append, open_to_append_anywhere
+from ddp_runner.kernel.system.run_files import (
+    not_written,
+    open_to_append,
+    open_to_append_anywhere,
+)
 from ddp_runner.kernel.wire.board import Cell, Slot
-from ddp_runner.kernel.wire.events import Cut, Faulted, StopSignalAtRank
+from ddp_runner.kernel.wire.events import Cut, Faulted, LogOutage, StopSignalAtRank
 from ddp_runner.kernel.wire.messages import (
     Abort,
     AbortHeard,
@@ -66,22 +70,25 @@ class StartupOutput:
     def __init__(self, descriptor: int, path: Path) -> None:
         self._descriptor = descriptor
         self._path = path
-        self._attached = False
         self._log: os.stat_result | None = None  # the file that is written to
+        self._is_refused = False  # there was no file when there should have been one
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
 
-    def attach(self) -> None:
-        """Write to the log file from now on, after copying the earlier output there."""
-        if self._attached:
-            return
-        self._attached = True
+    def attach(self) -> str:
+        """Write to the log file from now on, after copying the earlier output there.
+
+        Where there can be no file, the output stays in memory: returns a line that says so, the first time.
+        """
+        if self._log is not None:
+            return ""
         sys.stdout.flush()
         sys.stderr.flush()
         try:
             log = open_to_append(self._path)
-        except OSError:
-            return  # what this rank says stays in memory: no log is worth a run
+        except OSError as error:
+            is_news, self._is_refused = not self._is_refused, True
+            return not_written(self._path, error) if is_news else ""
         # The memory file was written through a shared offset; a second opening reads from its start.
         said = Path(f"/proc/self/fd/{self._descriptor}").read_bytes()
         if said:
@@ -91,11 +98,14 @@ class StartupOutput:
         os.dup2(log, 2)
         self._log = os.fstat(log)
         os.close(log)
+        return ""
 
     def reopen(self) -> None:
         """Write to a new file, the old one was removed or moved away; what else 1 or 2 are stays."""
         before = self._log
         if before is None:
+            if self._is_refused:
+                self.attach()
             return
         try:
             log = open_to_append_anywhere(self._path)
@@ -207,7 +217,8 @@ class SupervisedRuntime:
         if formed is None:
             return None
         generation, self.run_id = formed
-        self._output.attach()
+        if line := self._output.attach():
+            self.report(LogOutage(rank=self.rank_info.rank, text=line))
         return generation
 
     def report(self, message: Message) -> None:

@@ -15,7 +15,7 @@ from ddp_runner.kernel.parent.world import World
 from ddp_runner.kernel.processes.children import Ended
 from ddp_runner.kernel.processes.keeper import Awake, Keeper
 from ddp_runner.kernel.processes.node import Node
-from ddp_runner.kernel.rules.classify import signal_name
+from ddp_runner.kernel.rules.classify import is_sent_by_others, signal_name
 from ddp_runner.kernel.rules.helper_roles import STANDBY
 from ddp_runner.kernel.rules.limits import RecoveryLimits
 from ddp_runner.kernel.wire import events
@@ -26,8 +26,7 @@ ZYGOTES_LOST_MAX = 20  # within the restart window, or as many as ranks may be r
 ZYGOTES_AT_START_MAX = 3
 STACKS_TIME_S = 0.5  # for a zygote to say where its import hangs, before it is killed
 FORK_TIMEOUT_S = 20.0  # for the zygote to answer; it takes milliseconds
-# What ends a process that did nothing wrong.
-_SENT_BY_OTHERS = (signal.SIGKILL, signal.SIGTERM, signal.SIGUSR2)
+_INTERRUPTED = 128 + signal.SIGINT  # the exit code of a zygote that gets SIGINT while it imports
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,6 +156,6 @@ class ZygoteKeeper:
         self._lost_at_s = [at_s for at_s in self._lost_at_s if at_s >= now_s - window_s] + [now_s]
         if self._has_formed or self._facts.generation:  # whoever kills it may be done at last
             return len(self._lost_at_s) <= max(ZYGOTES_LOST_MAX, self._settings.max_restarts)
-        by_signal = ended.signal_number is not None and not hung
-        killed = by_signal and (self._was_ready or ended.signal_number in _SENT_BY_OTHERS)
-        return self._lost < ZYGOTES_AT_START_MAX and killed
+        number = signal.SIGINT if ended.exit_code == _INTERRUPTED else ended.signal_number
+        killed = number is not None and (self._was_ready or is_sent_by_others(number))
+        return self._lost < ZYGOTES_AT_START_MAX and killed and not hung

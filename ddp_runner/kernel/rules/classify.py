@@ -11,14 +11,19 @@ from ddp_runner.kernel.rules.faults import Fault, FaultKind, Origin
 VICTIM_KINDS = frozenset({FaultKind.COLLECTIVE_FAILED})
 
 _SIGNAL_NAMES = {
-    1: "SIGHUP", 2: "SIGINT", 3: "SIGQUIT", 4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE",
-    9: "SIGKILL", 10: "SIGUSR1", 11: "SIGSEGV", 12: "SIGUSR2", 13: "SIGPIPE", 14: "SIGALRM",
-    15: "SIGTERM", 24: "SIGXCPU", 25: "SIGXFSZ", 31: "SIGSYS",
+    1: "SIGHUP", 2: "SIGINT", 3: "SIGQUIT", 4: "SIGILL", 5: "SIGTRAP", 6: "SIGABRT", 7: "SIGBUS",
+    8: "SIGFPE", 9: "SIGKILL", 10: "SIGUSR1", 11: "SIGSEGV", 12: "SIGUSR2", 13: "SIGPIPE",
+    14: "SIGALRM", 15: "SIGTERM", 24: "SIGXCPU", 25: "SIGXFSZ", 26: "SIGVTALRM", 27: "SIGPROF",
+    29: "SIGIO", 31: "SIGSYS", 34: "SIGRTMIN",
 }  # fmt: skip
-# A process gets these only from outside, unless it sends one to itself on purpose.
 _SENT_BY_OTHERS = frozenset(
     {"SIGHUP", "SIGINT", "SIGQUIT", "SIGKILL", "SIGUSR1", "SIGUSR2", "SIGTERM"}
 )
+
+
+def is_sent_by_others(number: int) -> bool:
+    """Return whether a process gets this signal only from outside, unless it sends it to itself on purpose."""
+    return signal_name(number) in _SENT_BY_OTHERS
 
 
 def signal_name(number: int) -> str:
@@ -92,7 +97,7 @@ def _says_device_lost(crash: CrashOutput | None) -> bool:
 
 def _origin(end: RankExit) -> Origin:
     """Return who may have sent the signal that ended a rank, kills for memory by the kernel excepted."""
-    if end.signal_number is not None and signal_name(end.signal_number) in _SENT_BY_OTHERS:
+    if end.signal_number is not None and is_sent_by_others(end.signal_number):
         return Origin.OUTSIDE
     # That it was in the user's code says nothing: a signal from outside finds it there as well.
     says_why = end.crash is not None and bool(end.crash.reason)

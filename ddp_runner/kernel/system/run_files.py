@@ -141,6 +141,11 @@ def from_json(text: str | bytes) -> Any:
         raise ValueError("it is nested too deeply") from error
 
 
+def not_written(path: Path, error: OSError) -> str:
+    """Return a line about a file of the log folder, which the run can do without."""
+    return f"{path} cannot be written ({error.strerror or error}); training continues without it"
+
+
 def is_regular(path: Path) -> bool:
     """Return whether the path is a regular file, not a link."""
     try:

@@ -236,6 +236,14 @@ class RunEnds(Event):
     line: str = field(default="", metadata=_UNWRITTEN)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogOutage(Report):
+    """The lines of a rank do not reach its log, or reach it again. ``text``: for people."""
+
+    rank: int
+    text: str
+
+
 # Generations.
 
 
@@ -291,6 +299,12 @@ class FaultTolerated(OfFault):
 
     rank: int = field(metadata=_UNWRITTEN)
     action: str
+
+    @property
+    def line(self) -> str:
+        """The line of a save that failed, for people; empty of other faults, which their ranks log."""
+        failed = self.fault.kind is faults.FaultKind.STORAGE_FAILED
+        return f"{self.fault.cause}; {self.action}" if failed else ""
 
     def written(self) -> dict[str, Any]:
         """The fault, and what was done."""

@@ -52,8 +52,10 @@ def _words(event: events.Event) -> Iterator[tuple[str, str]]:  # noqa: C901, PLR
             yield "checkpoint requested: saving after this step", "INFO"
         case events.CheckpointSaved(blocked_s=None, path=path):
             yield f"{path} is on disk; its rank has not reported it", "INFO"
-        case events.FolderMadeAgain(text=text):
+        case events.FolderMadeAgain(text=text) | events.LogOutage(text=text):
             yield text, "WARNING"
+        case events.FaultTolerated(line=line) if line:
+            yield line, "WARNING"
         case events.LastSaveAsked(rank=rank, step=step):
             yield f"rank {rank} saves step {step} before the run ends", "INFO"
         case events.Plan(line=line) if line:

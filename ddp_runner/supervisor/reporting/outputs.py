@@ -13,7 +13,7 @@ from ddp_runner import config
 from ddp_runner.core.settings import Settings
 from ddp_runner.kernel.processes.resources import remove_temporary_files
 from ddp_runner.kernel.rules.secrets import hidden_texts, without_secrets
-from ddp_runner.kernel.system.run_files import is_regular, replace_file
+from ddp_runner.kernel.system.run_files import is_regular, not_written, replace_file
 from ddp_runner.kernel.wire.events import Event
 from ddp_runner.kernel.wire.messages import brief
 from ddp_runner.observe.console import ConsoleLine, LogTail, Shown, hidden_levels
@@ -60,9 +60,11 @@ def _logger(path: Path, *, debug: bool, warn: Warn) -> DDPLogger:
     try:
         logger = DDPLogger(rank=None, path=path, debug=debug)
     except OSError as error:
-        warn(f"{path} cannot be written ({error.strerror}); training continues without it")
+        warn(not_written(path, error))
         logger = DDPLogger(rank=None)
         logger.close()
+    else:
+        logger.report_outages(path, warn)
     return logger
 
 
@@ -239,7 +241,9 @@ class Outputs:
                 try:
                     write_summary(files.summary_path, summary)
                 except OSError as error:
-                    self.warn_console(f"{files.summary_path} could not be written: {error}")
+                    self.warn_console(
+                        f"{files.summary_path} could not be written ({error.strerror or error})"
+                    )
             files.close()
         self._display.update(view)
         shown = summary if isinstance(summary, RunSummary) else None

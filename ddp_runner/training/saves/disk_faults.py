@@ -25,8 +25,7 @@ class DiskFaults:
         return self._fault(FaultKind.STORAGE_FAILED, cause)
 
     def warn(self, fault: Fault, action: str) -> None:
-        """A line for people, and an event."""
-        self._runtime.logger.warning(f"{fault.cause}; {action}", step=self._state.committed_step)
+        """An event, whose line reaches people also where this rank's log is on the disk that is full."""
         self._note(fault, action)
 
     def report_unusable(self, store: CheckpointStore, loaded: Loaded) -> None:

@@ -5,6 +5,7 @@ No later save makes up for the last one, and people need time to free a disk tha
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Callable
@@ -87,6 +88,8 @@ class LastSave:
                     warn_at_s = now_s + WARN_EVERY_S
                     self._disk_faults.warn(error.fault, f"tried again for {left_s:.0f} s")
             time.sleep(min(pause_s, left_s))
+            waited_ns = round((time.monotonic() - now_s) * 1e9)
+            self._runtime.slot.add(Cell.CHECKPOINT_NS, waited_ns)
         raise AssertionError("the pauses have no end")
 
     def _rescued(self, save: Save, fault: Fault) -> tuple[Saved, Fault]:
@@ -95,6 +98,8 @@ class LastSave:
         try:
             saved = save(store)
         except FaultError as error:
+            with contextlib.suppress(OSError):  # not empty, or never made
+                folder.rmdir()
             raise FaultError(
                 replace(fault, cause=f"{fault.cause}; nor elsewhere: {error.fault.cause}")
             ) from error
