@@ -155,7 +155,7 @@ def test_a_path_that_is_no_checkpoint_is_bad_input(tmp_path, name):
     (tmp_path / "best").write_text("torn")
     with pytest.raises(BadInputError) as caught:
         Catalog(tmp_path).resolve(str(tmp_path / name))
-    assert caught.value.option == "--resume"
+    assert caught.value.option == "resume"  # of a program: the command has --resume
     assert name in str(caught.value)
 
 

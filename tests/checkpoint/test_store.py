@@ -263,7 +263,7 @@ def test_none_that_verifies_is_a_fault_that_names_each(tmp_path):
         _load(tmp_path)
     fault = caught.value.fault
     assert fault.kind is FaultKind.CHECKPOINT_BAD
-    for text in ("step_00000010.pt: its SHA-256", "step_00000020.pt: 0 bytes", "--resume none"):
+    for text in ("step_00000010.pt: its SHA-256", "step_00000020.pt: 0 bytes", '"resume": "none"'):
         assert text in fault.cause
 
 
@@ -273,7 +273,7 @@ def test_a_path_that_does_not_verify_is_bad_input(tmp_path):
     path = save(tmp_path, 20).path
     assert _load(tmp_path, str(tmp_path / "step_00000010.pt")).manifest.step == 10
     _damage(tmp_path, 20)
-    with pytest.raises(BadInputError, match=r"--resume.*does not verify.*SHA-256"):
+    with pytest.raises(BadInputError, match=r"resume.*does not verify.*SHA-256"):
         _load(tmp_path, str(path), set_bad_aside=True)
     assert path.exists()
 
