@@ -118,11 +118,18 @@ def test_state_of_real_optimizers_may_be_stored(tmp_path):
     }
     estimate = stored_bytes(state)
     torch.save(state, tmp_path / "x.pt")
-    size_bytes = (tmp_path / "x.pt").stat().st_size
-    assert size_bytes <= estimate < 4 * size_bytes
+    assert (tmp_path / "x.pt").stat().st_size <= estimate
     again = torch.load(tmp_path / "x.pt", weights_only=True)
     assert again["plain"] == state["plain"]
     assert again["optimizer"]["param_groups"] == state["optimizer"]["param_groups"]
+
+
+def test_figures_without_a_tensor_hardly_add_to_the_estimate(tmp_path):
+    """A long history of losses is no record of the archive each; the file of it is not 25 times smaller."""
+    state = {"history": [0.1 * step for step in range(900)], "weight": torch.zeros(4)}
+    torch.save(state, tmp_path / "x.pt")
+    size_bytes = (tmp_path / "x.pt").stat().st_size
+    assert size_bytes <= stored_bytes(state) < 8 * size_bytes
 
 
 def test_shared_storage_is_counted_once():
