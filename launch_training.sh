@@ -9,8 +9,8 @@
 set -euo pipefail
 trap 'printf "ddp_runner: interrupted\n" >&2; exit 130' INT
 trap '' USR2 # asks a run for a checkpoint, and there is none yet
-# A Ctrl-C is held back until start.py answers it with one line, where `env` knows how. First of all:
-# the shell forgets one that comes while a $(...) ends well.
+# If `env` can, a Ctrl-C is held back until start.py answers it with one line. This comes first: the shell
+# forgets a Ctrl-C that arrives during a $(...) that succeeds.
 if [[ -z ${DDP_RUNNER_HELD:-} ]] && /usr/bin/env --block-signal=INT true 2>/dev/null; then
     DDP_RUNNER_HELD=1 exec /usr/bin/env --block-signal=INT "$BASH" "${BASH_SOURCE[0]}" "$@"
 fi

@@ -43,7 +43,7 @@ def recovery(figures: dict) -> Table:
         taken = [each["first_s"] for each in row["comebacks"]]
         yield what, row["contender"], spread(taken) if taken else "not within 90 s"
         again = sum(each["steps_redone"] for each in row["comebacks"])
-        yield f"{what}; steps made again", row["contender"], str(again)
+        yield f"{what}; steps repeated", row["contender"], str(again)
 
 
 def steps(figures: dict) -> Table:
@@ -78,7 +78,7 @@ def goodput(figures: dict) -> Table:
     """Share of the fault-free pace with a fault each ten seconds."""
     for row in figures["rows"]:
         what = "share of its own fault-free pace, a fault each 10 s"
-        yield what, row["contender"], f"{row['share']:.2f} ({row['redone_steps']} steps made again)"
+        yield what, row["contender"], f"{row['share']:.2f} ({row['redone_steps']} steps repeated)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

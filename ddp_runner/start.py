@@ -151,7 +151,7 @@ def write_stacks_when_asked(descriptor: int = 2) -> None:
 
 
 def answer_signals_of_a_run() -> None:
-    """Let no signal that a run answers end this process before there is a run.
+    """Keep the signals that a run answers from ending this process before the run begins.
 
     SIGUSR2, which asks for a checkpoint, does nothing until then.
     """

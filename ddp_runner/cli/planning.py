@@ -193,9 +193,8 @@ class Settled:
         choice = places.choice
         stages, notes = checked(resolved if choice is None else in_mode(resolved, choice))
         settings = at_its_begin(stages)
-        if (
-            starter.several is None and not starter.is_rank
-        ):  # else another machine's folder may count
+        # With several machines, another one's folder may have it.
+        if starter.several is None and not starter.is_rank:
             _refuse_no_checkpoint(settings)
         for one in stages:
             _refuse_lacking(one)
@@ -272,7 +271,7 @@ def plan_launch(
 
 
 def _refuse_no_checkpoint(settings: Settings) -> None:
-    """Raise BadInputError where a checkpoint is asked for, and there is none."""
+    """Raise BadInputError if the settings need a checkpoint and there is none."""
     folder, resume = Path(settings.run.checkpoint_dir), settings.run.resume
     if resume in ("auto", "none"):
         return

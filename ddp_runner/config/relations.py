@@ -358,7 +358,7 @@ def unwritable_reason(folder: Path) -> str:
         if os.statvfs(existing).f_flag & os.ST_RDONLY:
             reason = f"must be writable, but {existing} is on a read-only file system"
         elif existing.stat().st_dev in _devices_of_kernel():
-            reason = f"must be writable, but {existing} is on a file system of the kernel"
+            reason = f"must be writable, but {existing} is on a virtual file system of the kernel"
         elif not os.access(existing, os.W_OK | os.X_OK):
             reason = f"must be writable, but {existing} is not"
         elif any(len(os.fsencode(name)) > longest for name in names):

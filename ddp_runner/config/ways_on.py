@@ -84,7 +84,7 @@ def words_of(**values: object) -> str:
 def resume_as_given(resume: str) -> tuple[str, str]:
     """Return the name and the value of ``run.resume`` for an error, as the user has written or would write them.
 
-    In Python the value that nobody need write is left out.
+    In Python the default value is left out, because nobody writes it.
     """
     if start.is_command():
         return "--resume", resume
@@ -92,7 +92,7 @@ def resume_as_given(resume: str) -> tuple[str, str]:
 
 
 def no_checkpoint(resume: str, folder: Path) -> BadInputError:
-    """Return the error where a checkpoint is asked for by a word, and ``folder`` has none."""
+    """Return the error for a ``resume`` that needs a checkpoint where ``folder`` has none."""
     fresh = words_of(resume="auto")
     expected = f"there is no checkpoint in {folder}; {fresh} would start at step 0"
     return BadInputError(*resume_as_given(resume), expected)

@@ -118,7 +118,7 @@ class LineFile:
         written = os.write(self._fd, data)
         self._torn = written < len(data)
         if self._torn:
-            raise OSError(f"only {written} of {len(data)} bytes fitted")
+            raise OSError(f"only {written} of {len(data)} bytes were written")
 
 
 def ends_torn(path: Path) -> bool:

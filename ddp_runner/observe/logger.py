@@ -151,7 +151,7 @@ class DDPLogger:
         return self._outage.lost_total
 
     def report_outages(self, path: Path, warn: Warn) -> None:
-        """Have ``warn`` say once when records are lost, and when they are no longer; ``path``: the file that has them."""
+        """Have ``warn`` say once when records are lost, and when that ends; ``path``: the log file."""
         self._outage = Outage(path, warn)
 
     def debug(self, message: str, *, step: int | None = None) -> None:
@@ -225,7 +225,7 @@ class DDPLogger:
             data = text.encode(errors="backslashreplace")
             written = os.write(self._fd, data)
             if written < len(data):
-                raise OSError(f"only {written} of {len(data)} bytes fitted")
+                raise OSError(f"only {written} of {len(data)} bytes were written")
             return
         if self._stream is None:
             raise OSError("it is closed")

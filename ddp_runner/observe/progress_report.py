@@ -165,7 +165,7 @@ def _faults_total(summary: RunSummary) -> str:
 
 
 def _repaired_s(repairs: Iterable[FaultRecord]) -> float:
-    """Return how long repairs went on: the time of several at once counts once."""
+    """Return the total time of the repairs; time in which several overlap counts once."""
     total_s, launch, until_s = 0.0, -1, 0.0
     for one in sorted(repairs, key=lambda one: (one.launches_ago, one.detected_s)):
         if one.launches_ago != launch:

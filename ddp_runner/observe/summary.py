@@ -123,8 +123,9 @@ def time_parts(time_s: TimeShares | Mapping[str, Any]) -> list[tuple[str, float]
 class Difference:
     """Describes a failed drill of ``rank`` at ``step``, with the first difference in ``first_in``.
 
-    ``cause``: the name that the diagnosis gives it, empty without one; an update differs by ``state`` alone. ``places``: names of the state outside
-    the model that cause the difference. ``undone``: all ranks have rolled back to a state from before the error.
+    ``cause``: the name that the diagnosis gives it, empty without one; ``state`` if only the update differs. ``places``:
+    names of the state outside the model that cause the difference. ``undone``: all ranks have rolled back to a state from
+    before the error.
     ``host``: of the rank, with several machines.
     """
 

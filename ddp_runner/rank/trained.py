@@ -111,11 +111,11 @@ def begin(
 
 
 def _report_outages(logger: DDPLogger, runtime: SupervisedRuntime, log: Path) -> None:
-    """Have the supervisor say where lines of this rank are lost: its log cannot."""
+    """Have the supervisor say that lines of this rank are lost, which its log cannot say."""
     pid, rank = os.getpid(), runtime.rank_info.rank
 
     def warn(text: str) -> None:
-        if os.getpid() == pid:  # a loader worker has the logger, but no link
+        if os.getpid() == pid:  # a loader worker has the logger, but no channel
             runtime.report(events.LogOutage(rank=rank, text=text))
 
     logger.report_outages(log, warn)

@@ -135,9 +135,9 @@ class TrainState:
         # For moments that are to come, by their places.
         self.room: dict[int, dict[str, Tensor]] = {}
         self.lost: list[str] = []  # of the model's own, what could not be put back
-        self.carried: list[str] = []  # what steps use and no other process can have, in words
-        self._carried_lost: set[str] = set()  # of these, what has been said
-        self._has_formed = self.began_again = False  # the latter: the process, or a step of it
+        self.carried: list[str] = []  # what steps use and no other process has, in words
+        self._carried_lost: set[str] = set()  # those that were reported
+        self._has_formed = self.began_again = False  # the latter: this process, or a step of it
         self.only_trained = only_trained
         self.figures: dict[str, float] = {}  # of the newest evaluation, by name
         self.best = self.best_before = Best()  # the latter: without what has found the best
@@ -545,9 +545,9 @@ class TrainState:
             self.best = self.best_before
         self.judged_step = EMPTY_STEP
 
-    # INVARIANT carried-is-lost: a run whose steps need what is not kept is not exact once a step was begun again,
+    # INVARIANT carried-is-lost: a run whose steps use what is not kept is not exact once a step was begun again,
     # or a process has begun later than the first step.
-    # Broken if: it is found later than a forming, and nobody asks again.
+    # Broken if: it is found after a generation has formed, and nothing checks again.
     # Guarded by: test_a_counter_that_is_not_kept_makes_a_repaired_run_inexact.
     def take_lost(self) -> list[str]:
         """Return what could not be restored of a given-up step, or of another process, since the last call."""
@@ -556,7 +556,7 @@ class TrainState:
         return self._take_not_put_back() + self.take_carried()
 
     def take_carried(self) -> list[str]:
-        """Return what is carried from step to step and is lost by now, since this was asked."""
+        """Return what is carried from step to step, is lost by now, and was not returned before."""
         if not self.began_again:
             return []
         found = [one for one in self.carried if one not in self._carried_lost]

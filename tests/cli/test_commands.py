@@ -580,8 +580,8 @@ def test_a_report_on_a_live_run_shows_its_status(tmp_path, capsys):
     ("state", "shown", "reported"),
     [
         ("running", "last seen running at step 5 of 9", "its end was not recorded"),
-        ("done", "done at step 5 of 9", "its summary.json is not there"),
-        ("failed", "failed at step 5 of 9", "its summary.json is not there"),
+        ("done", "done at step 5 of 9", "its summary.json is missing"),
+        ("failed", "failed at step 5 of 9", "its summary.json is missing"),
     ],
 )
 def test_a_report_on_a_dead_run_does_not_call_it_alive(tmp_path, capsys, state, shown, reported):

@@ -56,7 +56,7 @@ class LoopRuns:
             )
         in_place = any(word.replace("_", "-") == "--in-place" for word in self.options)
         if not in_place and b"ddp_runner" not in Path(self.program[0]).read_bytes():
-            expected = "does not call ddp_runner.attach(): a loop that does is checked"
+            expected = "does not call ddp_runner.attach(), which this check needs"
             raise BadInputError(LOOP, self.program[0], expected)
 
     def kills(self, known: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:

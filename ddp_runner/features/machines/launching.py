@@ -458,7 +458,7 @@ def _with_local_address(options: NodeOptions) -> NodeOptions:
     name = options.local_addr
     if not name:
         return options
-    # Of all names only its own may be known to a machine later than others know it.
+    # Only its own name may be unknown to a machine for a while, as that of a new pod.
     is_own = _first_label(name) == _first_label(socket.gethostname())
     patience_s = min(_NAMED_S, options.join_timeout_s) * is_own
     address = local_address(name, options.host, options.port, patience_s=patience_s)
@@ -477,7 +477,7 @@ def local_address(name: str, host: str, port: int, *, patience_s: float) -> str:
         raise BadInputError("--local-addr", name, "is no address of this machine")
     if is_loopback(address) and not _means_loopback(host):
         at = "" if name == address else f"{address} here, "
-        expected = f"is {at}an address of this machine alone: give one that the others reach"
+        expected = f"is {at}a loopback address: give one that the other machines reach"
         raise BadInputError("--local-addr", name, expected)
     return address
 
@@ -495,7 +495,7 @@ def _resolved(option: str, host: str, port: int, *, patience_s: float) -> list[s
                 raise BadInputError(option, host, expected) from error
         if not has_said:
             has_said = True
-            waiting = f"{option}={host}: waiting up to {patience_s:.0f} s for this name to be known"
+            waiting = f"{option}={host}: waiting up to {patience_s:.0f} s for this name to resolve"
             print(waiting, flush=True)
         time.sleep(_LOOK_AGAIN_S)
 

@@ -153,7 +153,7 @@ def handed_local(noted: dict[str, Any], folder: Path) -> Tensor | None:
 
 
 def handed_sums(noted: dict[str, Any], folder: Path) -> Sums | None:
-    """Return what the rank's update began with; None where it has not handed that over, or it cannot be read."""
+    """Return the sums that the rank has handed over; None if there are none, or they cannot be read."""
     found = _handed(folder / SUMS_FILE) if SUMS_FILE in noted.get(HANDED, ()) else None
     return None if found is None else Sums.from_record(found)
 
@@ -168,8 +168,8 @@ def _handed(path: Path) -> Any:
 
 
 def _log_left_out(name: str, why: str) -> None:
-    """Write into the log of drills, which is this process's output, what a diagnosis must do without."""
-    print(f"the diagnosis does without {name}: {why}", file=sys.stderr, flush=True)
+    """Write into the log of drills, which is this process's output, what a drill or a diagnosis must do without."""
+    print(f"continuing without {name}: {why}", file=sys.stderr, flush=True)
 
 
 class Replacement:
@@ -299,9 +299,9 @@ class Replacement:
         self._state.quarantine.merge(self._noted["quarantine"])
 
     def after_update(self, folder: Path) -> dict[str, str] | None:
-        """Make the update of the share that was just computed, and return the hashes of its result.
+        """Repeat the update that follows the share that was just computed; return hashes of its result.
 
-        None where the update cannot be made without the other ranks.
+        Returns None if the update cannot be made without the other ranks.
         """
         sums = handed_sums(self._noted, folder)
         if sums is None:
@@ -343,12 +343,12 @@ class Replacement:
 
 
 class HandedReplica(Replica):
-    """A replica without a group, behind whose backward the sums over ranks are there."""
+    """A replica without a process group, whose gradients are the handed-over sums over ranks."""
 
     has_graph = True  # the rank's own has had one
 
     def __init__(self, state: TrainState, loss: Loss, sums: Sums, *, rules: StepRules) -> None:
-        """``sums``: of a step of ``state``, whose share was just computed here."""
+        """``sums``: of the step of ``state`` whose share was just computed here."""
         form = state.tuning.loss_form
         device, rank = rules.device, rules.rank
         self._module: Any = LossModule(state.model, loss, device=device, rank=rank, form=form)
@@ -368,10 +368,10 @@ class HandedReplica(Replica):
 
     def share_layouts(self, buffers: Relaid, *, step: int) -> None:
         """Refuse: a step with other buffers is not handed over."""
-        raise RuntimeError(f"the shapes of buffers are not those of before ({step}, {buffers})")
+        raise RuntimeError(f"buffers have other shapes than before ({step}, {buffers})")
 
     def share_buffers(self, buffers: list[Tensor]) -> None:
-        """Take rank 0's."""
+        """Take rank 0's buffers."""
         self._sums.give_buffers(buffers)
 
     def waited_ns(self) -> int:

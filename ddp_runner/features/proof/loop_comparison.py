@@ -34,7 +34,7 @@ class End(Protocol):
     """Reports the result of the drill, and ends this process."""
 
     def __call__(self, *, differs: str = "", updated: bool = False, problem: str = "") -> NoReturn:
-        """``differs``: the first difference; ``updated``: not of the share; ``problem``: why there is no result."""
+        """``differs``: the first difference, in the update if ``updated``; ``problem``: why there is no result."""
         ...
 
 
@@ -47,7 +47,7 @@ def compare_loop(
     logger: DDPLogger,
     end: End,
 ) -> None:
-    """Run the program up to the share of ``rank_info`` in the step in ``folder``, or its update, which ends the process.
+    """Run the program up to the share or the update of ``rank_info`` in the step in ``folder``; end the process there.
 
     If the program fails or ends before that, raises the program's own error, or RuntimeError.
     """
@@ -79,7 +79,7 @@ def compare_loop(
     except SystemExit as error:
         ended = f", by SystemExit({error.code})"
     if found.is_alike:
-        end()  # whatever the program runs into behind its share
+        end()  # an error of the program after its share does not count
     raise errors[0] if errors else RuntimeError(f"the program ended before its step{ended}")
 
 
@@ -89,10 +89,9 @@ class _Comparison:
     def __init__(self, noted: Mapping[str, Any], end: End) -> None:
         self._noted = noted
         self._end = end
-        self._beside: dict[
-            str, str
-        ] = {}  # digests of the state outside the model, as the step begins
-        self.is_alike = False  # the share
+        # Digests of the state outside the model, as the step begins.
+        self._beside: dict[str, str] = {}
+        self.is_alike = False  # the share is the same
 
     def begins(self, parts: LoopParts, loop: OwnLoop) -> None:
         if changed := changed_file(self._noted[PROGRAM], loop.program):
@@ -120,7 +119,7 @@ class _Comparison:
         differs = first_unlike(self._noted[AFTER], hashes_after(parts.state))
         _end_workers(parts)
         if differs and self._explanation():
-            self._end()  # what is known is no finding
+            self._end()  # the run has named the cause already
         self._end(differs=differs, updated=True)
 
     def fails(self, problem: str) -> NoReturn:

@@ -49,7 +49,7 @@ class LoopDrills(Drills):
         return {
             **super()._record(notes, group),
             PROGRAM: self._program,
-            # A share is made before what only an update uses.
+            # State that only the update uses does not explain a share that differs.
             CARRIED: [one for one in self._state.carried if one != UNSEEN_STATE],
             BESIDE: self._beside,
         }

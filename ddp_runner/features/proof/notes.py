@@ -128,7 +128,7 @@ class Drills(BesideSteps):
         if isinstance(runtime, SupervisedRuntime):
             runtime.answer[DrillAt] = self._take_asked
             runtime.answer[NotKept] = self._take_not_kept
-        self._not_kept = ""  # of what drills have found, what is not in the state yet
+        self._not_kept = ""  # what a drill has found and the state does not list yet
         self._state.readers.append(self._release_state)
 
     def beside(
@@ -183,7 +183,7 @@ class Drills(BesideSteps):
             self._report_part(step, SHARE, problem)
 
     def _add_update(self, notes: ShareNotes, record: dict[str, Any], more: Looked) -> None:
-        """Add what the update has begun with, and hashes of what it has made; nothing where that cannot be handed over."""
+        """Add the sums that the update began with and hashes of its result, unless they cannot be handed over."""
         if notes.sums is None or notes.sums.buffers is None:
             return
         try:

@@ -93,7 +93,7 @@ class DrillKeeper(DrillRunner):
         self._refused: int | None = None  # the newest step with a part that could not be written
         self.is_owed = False  # a repair has cut a drill short, and none has completed since
         self._suspects = Suspects(around)
-        self._is_lack_said = False  # that a replacement would make another update
+        self._is_lack_said = False  # the log says that the update uses what is not kept
 
     def hears(self) -> Mapping[type[object], Callable[..., None]]:
         """Hear of the parts that ranks write, and from other machines the results of their drills."""
@@ -127,7 +127,7 @@ class DrillKeeper(DrillRunner):
 
     def forms(self, first: RankHandle) -> None:
         """Note which ranks were replaced since the generation before."""
-        if self._is_lack_said:  # who has just begun may lack it, too
+        if self._is_lack_said:  # a new process does not know it
             self._report_lacking()
         processes = [handle.processes for handle in self._world.ranks]
         self._suspects.forms(processes, self._pending_steps())
@@ -314,9 +314,9 @@ class DrillKeeper(DrillRunner):
             self._suspects.failed(drill)
 
     def _has_other_update(self, message: events.Drill, seconds: float) -> None:
-        """Take in that a replacement would make another update: the rank's own is as the other ranks'."""
-        # INVARIANT lacked-is-not-wrong: an update that differs in a drill blames no rank, as all replicas have made the same
-        # one; it makes the run inexact once another process has to make it.
+        """Take in a drill whose update differs: the rank's own update is the same as that of the other ranks."""
+        # INVARIANT lacked-is-not-wrong: an update that differs in a drill blames no rank, because all replicas have made the
+        # same one; the run becomes inexact once another process makes updates.
         # Broken if: it counts as a wrong gradient, or no rank hears what its state lacks.
         # Guarded by: test_an_update_that_differs_blames_no_rank.
         rank, step = message.rank, message.step

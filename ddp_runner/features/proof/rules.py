@@ -15,7 +15,7 @@ from ddp_runner.kernel.rules.helper_roles import Role
 from ddp_runner.kernel.wire.events import Diagnosed
 from ddp_runner.kernel.wire.fork_specs import ForkKind
 
-# As ranks say it: could not be kept over a repair.
+# Followed by "could not be kept over a repair" in a rank's line.
 UNSEEN_STATE = "state that an update uses (in a global, a closure, the environment, a file or C++)"
 
 DRILL = Role(
@@ -29,13 +29,11 @@ FOLDER = ".drill"  # in the run's folder of checkpoints
 SHARE_FILE, STATE_FOLDER = "share.json", "state"
 SAMPLES = "the samples"  # what is compared first
 SIDE_FILE, BATCH_FILE = "side.pt", "batch.pt"  # of a rank whose drill has failed
-LOCAL_FILE = (
-    "local.pt"  # what the drilled rank has of its own, where rank 0 may not have the newest of it
-)
-SUMS_FILE = "sums.pt"  # what the drilled rank's update began with, where that can be handed over
+# Of the drilled rank: its per-rank state, where rank 0 may not have the newest; its summed gradients and buffers.
+LOCAL_FILE, SUMS_FILE = "local.pt", "sums.pt"
 # In the record of its share: the files that belong to it, and the names of what such a file lacks.
 HANDED, MISSING = "handed", "missing"
-AFTER = "after"  # there, with that file: the hashes of what the update has made
+AFTER = "after"  # only with that file: the hashes of the update's result
 LEFT_OUT = "left_out"  # the files that could not be handed over, each with the reason
 STILL_WRITTEN = "the state of an earlier drill is still being written"  # why a drill is skipped
 STATE, SHARE = "state", "share"  # in messages
@@ -217,7 +215,7 @@ def differs_words(rank: int | None = None) -> str:
 
 
 def update_reason(*, rank: int, step: int, differs: str) -> str:
-    """Return the finding of a drill whose update differs, as its share does not. ``differs``: the first difference."""
+    """Return the finding of a drill in which only the update differs. ``differs``: the first difference."""
     return (
         f"a replacement of{differs_words(rank)} update at step {step:,}: first in {differs}. Some {UNSEEN_STATE}"
         " is not kept, so a run that is repaired or resumed is not exact"

@@ -142,7 +142,7 @@ def _report_unfinished(text: str, directory: Path) -> int:
         show(f"no summary yet: the run is still training (process {pid})")
     elif state in _ENDED:
         show(f"{run}: {state} {place}")
-        show("the run has ended, and its summary.json is not there")
+        show("the run has ended, but its summary.json is missing")
     else:
         show(f"{run}: last seen {state} {place}")
         show(f"the run is no longer alive (no process {pid} here); its end was not recorded")

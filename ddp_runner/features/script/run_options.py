@@ -134,7 +134,7 @@ PYTHON_ONLY = (
     *("--module", "--hang-timeout", "--preload", "--from-scratch", "--plain-saves"),
     *("--mixed-precision", "--in-place"),
 )
-_HAS_LOGS = "each rank writes all its lines to a file below --log-dir"
+_HAS_LOGS = "each rank writes all its output to a file below --log-dir"
 # Of torchrun, with no meaning here, or none that could be kept. Values that say what is so in any case are taken.
 REFUSED = {
     "--start-method": "must be spawn, fork or forkserver",
@@ -146,8 +146,8 @@ REFUSED = {
     "--event-log-handler": "is not supported: events.jsonl lists the events",
     "--duplicate-stdout-filters": f"is not supported: {_HAS_LOGS}",
     "--duplicate-stderr-filters": f"is not supported: {_HAS_LOGS}",
-    "--numa-binding": "is not supported: ranks may use every core of run; numactl around run binds all",
-    "--virtual-local-rank": "is not supported: each rank sees all GPUs, and takes that of LOCAL_RANK",
+    "--numa-binding": "is not supported: each rank may use every core that run may use; numactl before run binds all",
+    "--virtual-local-rank": "is not supported: each rank sees all GPUs, and uses the one with the index LOCAL_RANK",
 }
 REFUSED_SWITCHES = ("--run-path", "--virtual-local-rank")
 # Values with which they say what is so in any case, as regular expressions.

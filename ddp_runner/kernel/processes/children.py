@@ -202,7 +202,7 @@ def end_descendants(*, timeout_s: float, but: Collection[int] = ()) -> list[int]
 
 
 def _has_children() -> bool:
-    """Return whether any process descends from this one, without a look at all processes of the machine."""
+    """Return whether this process has children, without a search through all processes of the machine."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:

@@ -78,7 +78,7 @@ class StartupOutput:
     def attach(self) -> str:
         """Write to the log file from now on, after copying the earlier output there.
 
-        Where there can be no file, the output stays in memory: returns a line that says so, the first time.
+        If the file cannot be opened, the output stays in memory; the first time, a line that says so is returned.
         """
         if self._log is not None:
             return ""

@@ -73,9 +73,8 @@ class Repair:
         self._clock = run.clock
         self._hangs = HangFinder(run)
         self._incident: OpenIncident | None = None
-        self._reader: int | None = (
-            0  # the rank that reads a checkpoint, if one must; at launch the first
-        )
+        # The rank that reads a checkpoint, if one must; at launch the first.
+        self._reader: int | None = 0
         # Ranks of other machines that have, until training begins, a newer checkpoint of their own.
         self.loaders_elsewhere: set[int] = set()
         self._actions: list[str] = []

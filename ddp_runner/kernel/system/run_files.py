@@ -142,7 +142,7 @@ def from_json(text: str | bytes) -> Any:
 
 
 def not_written(path: Path, error: OSError) -> str:
-    """Return a line about a file of the log folder, which the run can do without."""
+    """Return the line about a file of the log folder that cannot be written; the run does not need it."""
     return f"{path} cannot be written ({error.strerror or error}); training continues without it"
 
 

@@ -238,7 +238,7 @@ class RunEnds(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogOutage(Report):
-    """The lines of a rank do not reach its log, or reach it again. ``text``: for people."""
+    """The log of a rank loses lines, or no longer does. ``text``: the line for people."""
 
     rank: int
     text: str
@@ -302,7 +302,7 @@ class FaultTolerated(OfFault):
 
     @property
     def line(self) -> str:
-        """The line of a save that failed, for people; empty of other faults, which their ranks log."""
+        """The line for people if a save has failed; empty for other faults, which their ranks log."""
         failed = self.fault.kind is faults.FaultKind.STORAGE_FAILED
         return f"{self.fault.cause}; {self.action}" if failed else ""
 
@@ -473,7 +473,7 @@ class Proved(Report):
 class Drill(Report):
     """A process like a replacement has computed a rank's share. ``differs``: in what first; empty if in nothing.
 
-    ``updated``: the share is the same, and the process has made the update, too: that is what differs then.
+    ``updated``: the share is the same, and the process has repeated the update too; ``differs`` is of the update then.
     ``repeats``: the process got the same bits twice. The supervisor adds the rest: ``finding`` is the text for
     people, and also the ``inexact_reason`` if it is the first of its kind.
     """

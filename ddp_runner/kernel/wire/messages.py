@@ -274,7 +274,7 @@ class DrillPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotKept:
-    """Supervisor -> rank: a drill has found that steps use ``what``, in words, and no state holds that."""
+    """Supervisor -> rank: a drill has found that steps use ``what``, in words, which no state holds."""
 
     what: str
 

@@ -114,7 +114,7 @@ class Outputs:
             self._files.journal.write(event.name, **event.written())
         self._early_events.clear()
         directory = Path(self._settings.run.log_dir)
-        if self._settings.run.debug:  # to write them as YAML takes a tenth of a launch's time
+        if self._settings.run.debug:  # writing them as YAML takes a tenth of a launch's time
             for line in config.to_yaml(self._settings).splitlines():
                 self._log("DEBUG", without_secrets(f"setting: {line}", self.hidden))
         remove_temporary_files(directory)

@@ -134,7 +134,7 @@ class FirstStep:
         if state.side.opaque and self._group.rank == 0:
             self._runtime.logger.warning(
                 f"{named(state.side.opaque)}, which steps use, is kept nowhere: after a repair or a resume the run"
-                " is not known to be exact; keep a number of its place instead, and make it from that"
+                " is not known to be exact; keep its position as a number instead, and rebuild it from that"
             )
         if came:
             self._refuse(
@@ -299,7 +299,7 @@ def report_large_local(parts: RankParts) -> None:
 
 
 def report_lost_carried(parts: RankParts, *, went_back: bool = False) -> None:
-    """Report what is carried from step to step and is lost by now; all of it where this process ``went_back``."""
+    """Report what is carried from step to step and is lost by now: all of it if this process ``went_back``."""
     parts.state.began_again |= went_back
     if lost := parts.state.take_carried():
         report_lost_names(parts, lost)

@@ -50,9 +50,9 @@ class OwnShare:
 
 @dataclass(slots=True)
 class ShareNotes:
-    """Written while a share is computed: what is known of it so far.
+    """The notes of a share while it is computed.
 
-    ``wants_sums``: somebody has asked for what the update begins with; they are in ``sums`` then, where they can be.
+    ``wants_sums``: a drill needs what the update begins with, which is put into ``sums`` if it can be copied.
     """
 
     state: TrainState
@@ -86,16 +86,16 @@ class ShareNotes:
             self.gradients[name] = found
 
     def summed(self, signals: Tensor | None = None) -> None:
-        """Copy the gradients, which are summed over ranks now, and nothing has changed them since."""
+        """Copy the gradients just after they were summed over ranks, if they are wanted."""
         if not self.wants_sums:
             return
         try:
             self.sums = Sums.of(self.state, signals)
-        except (RuntimeError, ValueError, MemoryError):  # one that is sparse, or no memory
+        except (RuntimeError, ValueError, MemoryError):  # a sparse gradient, or no memory
             self.give_up_sums()
 
     def update_begins(self, *, is_relaid: bool) -> None:
-        """Copy rank 0's buffers, which all ranks have by now. ``is_relaid``: some have another shape since."""
+        """Copy rank 0's buffers, which all ranks have by now. ``is_relaid``: some have got another shape."""
         if self.sums is None:
             return
         if is_relaid:

@@ -1,4 +1,4 @@
-"""Hands one rank's update of a step to another process, and hashes what the update has made.
+"""Hands one rank's update of a step to another process, and hashes its result.
 
 From the same state, share, sums over ranks and buffers, any process must make the same update.
 """
@@ -58,13 +58,13 @@ class Sums:
         return {"gradients": self.gradients, "signals": self.signals, "buffers": self.buffers}
 
     def give_gradients(self, state: TrainState) -> None:
-        """Have the parameters of another process have these gradients, and no others."""
+        """Set the gradients of another process's parameters to these; clear all others."""
         for name, parameter in state.named_parameters():
             found = self.gradients.get(name)
             parameter.grad = None if found is None else found.to(parameter.device)
 
     def give_buffers(self, live: list[Tensor]) -> None:
-        """Write rank 0's buffers into another process's. Raises ValueError where those are others."""
+        """Write rank 0's buffers into another process's. Raises ValueError if a shape or type differs."""
         for own, found in zip(live, self.buffers or (), strict=True):
             if own.shape != found.shape or own.dtype != found.dtype:
                 raise ValueError("a buffer has another shape or type")
@@ -72,17 +72,17 @@ class Sums:
 
 
 def bytes_of_sums(state: TrainState) -> int:
-    """Return about what :class:`Sums` takes of a step of ``state``."""
+    """Return about how many bytes :class:`Sums` takes for a step of ``state``."""
     return sum(one.nbytes for one in state.model.parameters() if one.requires_grad)
 
 
 def hashes_after(state: TrainState) -> dict[str, str]:
-    """Return a hash of all that an update makes: name -> hash, the options of the optimizer's groups first."""
+    """Return hashes of the result of an update by name, the options of the optimizer's groups first."""
     return dict(_options(state)) | state_hashes(state.replicated())
 
 
 def hashes_given(state: TrainState) -> dict[str, str]:
-    """Return a hash of all that an optimizer is given: name -> hash, the options first, then the gradients."""
+    """Return hashes of what an optimizer is given by name: the options first, then the gradients."""
     return dict(_options(state)) | {
         f"the gradient of {name}": tensor_hash(parameter.grad.resolve_conj().resolve_neg())
         for name, parameter in state.named_parameters()
@@ -103,12 +103,12 @@ def _options(state: TrainState) -> Iterator[tuple[str, str]]:
 
 
 def first_unlike(one: Mapping[str, str], other: Mapping[str, str]) -> str:
-    """Return the first name of ``one`` that the other has otherwise; an empty text if there is none."""
+    """Return the first name of ``one`` with another value in ``other``; an empty text if there is none."""
     return next((name for name in one if other.get(name) != one[name]), "")
 
 
 def after_backward(call: Callable[[], None]) -> None:
-    """Call it once the backward that runs now is over, and DDP has put its sums into the gradients."""
+    """Call ``call`` once the current backward is over and DDP has put its sums into the gradients."""
     engine: Any = torch.autograd.Variable
     queue = engine._execution_engine.queue_callback  # noqa: SLF001 - as DDP's and FSDP's own hooks do
     # DDP queues its own behind the hook of its last bucket: from within a callback, ours comes after that one.

@@ -67,7 +67,7 @@ _CURE = (
 )
 _CURE_OF_OPTIMIZERS = "put it into param_groups, or into state_dict() and load_state_dict()"
 _CURE_OF_DATA = (
-    "make it in set_epoch(), or draw from the global generators, which are seeded for each pass"
+    "set it in set_epoch(), or draw from the global generators, which are seeded for each epoch"
 )
 
 
@@ -515,9 +515,9 @@ class AttachedRun:
             self._look_at_variables()
 
     def _is_last_chance(self) -> bool:
-        """Return True behind a repair and at the end: what has changed since the newest look may be lost, or unsaid."""
-        # INVARIANT looked-behind-a-repair: what a loop has changed before a repair is named behind it, if a survivor sees it.
-        # Broken if: variables are looked at after powers of two of steps alone, and one changes once between them.
+        """Return True after a repair and at the end: a change since the last check could be missed otherwise."""
+        # INVARIANT looked-behind-a-repair: a variable that a loop changed before a repair is named after it, if a survivor sees it.
+        # Broken if: variables are checked at powers of two of steps only, and one changes once between two checks.
         # Guarded by: test_what_a_replaced_rank_of_two_cannot_have_is_named.
         before, self._looked_in = self._looked_in, self._runtime.slot.get(Cell.GENERATION)
         assert self._length is not None, "there are steps"
@@ -548,8 +548,8 @@ class AttachedRun:
         report_lost_carried(self._parts)
 
     def _name_data(self, names: list[str]) -> None:
-        """Name what a pass over the batches has changed in the data, or the loop itself."""
-        self._name_carried(names, _CURE_OF_DATA, when="with the passes over the batches")
+        """Name what an epoch, or the body of the loop, has changed in the data."""
+        self._name_carried(names, _CURE_OF_DATA, when="during training")
         assert self._parts is not None, "there are steps"
         report_lost_carried(self._parts)
 

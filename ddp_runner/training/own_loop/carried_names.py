@@ -75,7 +75,7 @@ def carried_names(
     find: Callable[[str], Resolved],
     behind: Mapping[str, Resolved] | None = None,
 ) -> dict[str, Carried]:
-    """The names that ``loop`` carries over its iterations and that train; ``find``: what a name is now.
+    """Return the names that ``loop`` carries over its iterations and that affect training; ``find``: what a name is now.
 
     ``behind``: functions, by name, that are called without arguments at the end of some iterations.
     """

@@ -123,15 +123,15 @@ class LoopSetup:
         self._data_digest = digest_in_memory(batches)
 
     def take_in(self, start: TakenUp) -> None:
-        """Name the settings of a checkpoint that this program gives otherwise, to no effect."""
+        """Warn about settings that this program gives in vain, because the checkpoint has others."""
         if start.loaded is None or start.progress.is_from_memory:
             return
         if not (found := self.state.overridden()):
             return
         more = f" and {len(found) - _NAMED_MAX} more" if len(found) > _NAMED_MAX else ""
         line = (
-            f"the checkpoint's settings hold: {', '.join(found[:_NAMED_MAX])}{more}; to change one,"
-            " set it in the loop"
+            f"settings from the checkpoint are used: {', '.join(found[:_NAMED_MAX])}{more}; to change"
+            " one, set it in the loop"
         )
         step, rank = self.state.committed_step, self._runtime.rank_info.rank
         self._runtime.logger.warning(line, step=step)

@@ -1,7 +1,7 @@
-"""Watches what a loop's own data remembers: its dataset, samplers and collate function.
+"""Watches the state of a loop's own data: its dataset, samplers and collate function.
 
-A replaced rank begins a pass over the batches with these objects as the program has made them, and draws the pass again
-up to its step. So what a pass leaves behind for the next one is lost, and so is what the loop changes within a pass.
+A replaced rank begins an epoch (a pass over the batches) with these objects as the program has made them, and loads the
+pass again up to its step. So a replaced rank lacks what earlier passes, or the body of the loop, have changed in them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _DATA = (Tensor, np.ndarray, list, tuple, dict, set, frozenset, deque)
 
 
 class DataWatch:
-    """Names what changes in the data of one process's loop and a replaced rank would not have.
+    """Names changes in the data of one process's loop that a replaced rank would lack.
 
     ``note`` is called with the names. ``is_kept``: finds objects that are kept with the loop's state.
     """
@@ -65,9 +65,9 @@ class DataWatch:
         self._left = self._between_passes.changed()
 
     def pass_begins(self) -> None:
-        """Look behind these: what they have set, any process sets."""
-        # INVARIANT pass-leaves-nothing: data that remembers a pass makes a run inexact once a process begins a later one.
-        # Broken if: it is compared only within a pass, which a replacement draws again from its beginning.
+        """Look after ``set_epoch()`` and the seeds: every process sets what they set."""
+        # INVARIANT pass-leaves-nothing: data that a pass has changed makes a run inexact once a new process begins a later pass.
+        # Broken if: it is compared only within a pass, which a replacement loads again from its beginning.
         # Guarded by: test_what_a_pass_leaves_behind_is_named.
         again = {*self._between_passes.changed()}
         self._note_names([name for name in self._left if name not in again])
@@ -79,7 +79,7 @@ class DataWatch:
             self._note_names(self._between_draws.changed())
 
     def drawn(self) -> None:
-        """Look after a draw, now and then."""
+        """Look after some of the draws."""
         self._draws += 1
         count = self._draws
         if count <= _LOOKS_IN_A_ROW or not count & (count - 1):
@@ -94,7 +94,7 @@ class DataWatch:
 
 
 def owners_of(batches: Iterable[Any]) -> dict[str, Any]:
-    """Return what decides on the batches, each once: the loader, its dataset, its samplers and its collate function."""
+    """Return the objects that determine the batches, each once: loader, dataset, samplers and collate function."""
     batch_sampler = getattr(batches, "batch_sampler", None)
     found = {
         "batches": batches,
@@ -117,7 +117,7 @@ def _values_of(owners: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Remembered(HeldValues):
-    """Looks at data, in which a cache that fills and a file that is opened late are no state."""
+    """Looks at data; a cache that fills and a file that is opened on first use do not count as state."""
 
     def _look_of(self, value: Any) -> Look:
         if value is None:
@@ -128,7 +128,7 @@ class _Remembered(HeldValues):
 
 
 def _filling(value: dict[Any, Any] | list[Any]) -> Look:
-    """Return a comparison in which entries may be added to a dict, and take the place of None."""
+    """Return a comparison that lets a dict gain entries, and None become a value."""
     every = math.ceil(len(value) / ENTRIES_MAX) or 1
     pairs = value.items() if isinstance(value, dict) else enumerate(value)
     before = [(key, one) for key, one in itertools.islice(pairs, 0, None, every) if one is not None]

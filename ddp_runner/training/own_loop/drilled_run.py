@@ -1,7 +1,7 @@
 """Computes, in a drill's process, one rank's share of one step of a loop, as a replacement of that rank does.
 
-The program runs from its top. Its loop receives the batch of the step, and the process ends with the first backward; where
-the rank has handed over the sums of its gradients, with the end of the block. There is no save and no other rank.
+The program runs from its top. Its loop receives the batch of the step. The process ends with the first backward, or, if
+the rank has handed over its summed gradients, with the end of the block. There is no save and no other rank.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class ShareWanted:
     """The share that is wanted, by the rank's number in its group. ``local``: what it has handed over of its own.
 
     ``sums``: what its update began with; None if no update is wanted. ``begins`` is called once the kept objects have the
-    state; it may raise. ``checks`` is called with the share, and ends the process if that differs. ``ends`` is called where
-    the share is all that there is, ``updated`` after the update, and ``fails`` if there is no share; they end the process.
+    state; it may raise. ``checks`` is called with the share, and ends the process if that differs. The others end the
+    process: ``ends`` if only the share is known, ``updated`` after the update, and ``fails`` if there is no share.
     """
 
     rank: int
@@ -109,11 +109,11 @@ class DrilledRun(AttachedRun):
         self._lone.begin()
 
     def end_step(self) -> None:
-        """End the body. Does not return."""
+        """End the process at the end of the body. Does not return."""
         self._in_body().end()
 
     def fail_step(self, error: BaseException) -> bool:
-        """Let the error end the program, unless the share is known by now."""
+        """Let the error end the program, unless the share is known already."""
         del error
         if self._lone is not None and self._lone.has_share:
             self._wanted.ends(self._lone.parts)
@@ -154,7 +154,7 @@ class LoneBody:
         self._net = net
         self.parts = parts
         self._wanted = wanted
-        self.has_share = False  # and it is the rank's: the gradients are the handed sums by now
+        self.has_share = False  # the same as the rank's; the gradients are the sums then
         self._has_updated = False
         self._is_in_backward = False
         self._is_summed = True  # the next call of the net is outside of no_sync()
@@ -180,7 +180,7 @@ class LoneBody:
             self._is_summed = before
 
     def update_begins(self) -> None:
-        """An optimizer steps next: of gradients that are no sums there is no update."""
+        """Prepare the update, or end without one if the gradients are not the sums over ranks."""
         if not self.has_share:
             self.end()
         sums, buffers = self._wanted.sums, self.parts.state.buffers
@@ -190,7 +190,7 @@ class LoneBody:
         self._has_updated = True
 
     def end(self) -> NoReturn:
-        """End with all that is known by now."""
+        """End the process with all that is known so far."""
         if self._has_updated:
             self._wanted.updated(self.parts)
         if not self.has_share:
@@ -232,7 +232,7 @@ class LoneBody:
             after_backward(self._give_sums)
 
     def _give_sums(self) -> None:
-        """Be where DDP has summed the gradients: once it has had one of each parameter, or need not wait for others."""
+        """Put the sums in at the point where DDP has them: it has a gradient of each parameter, or need not wait for more."""
         self._is_in_backward = False
         state, sums = self.parts.state, self._wanted.sums
         is_whole = all(map(self.notes.has, self._hooked.values()))

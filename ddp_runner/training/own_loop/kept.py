@@ -102,7 +102,7 @@ class KeptObjects:
     def not_in_states(self) -> dict[str, Any]:
         """Return the numbers, by name, that objects of the program's own classes have and their ``state_dict()`` lacks.
 
-        Nothing of an object whose state has numbers: its others may follow from these.
+        Objects whose state has numbers are left out: their other numbers may follow from these.
         """
         found: dict[str, Any] = {}
         for name, one in self.others.items():
@@ -143,7 +143,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def _plain(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield each setting that is plain, as text: of a scheduler its own, and those of the schedulers in it."""
+    """Yield each plain setting as text; of a scheduler also those of the schedulers in it."""
     for key, value in values.items():
         if key == "_schedulers":
             for number, one in enumerate(value):
@@ -180,7 +180,7 @@ class KeptState(TrainState):
         find_unused_parameters: bool = False,
     ) -> None:
         self._kept = kept
-        self._given = self._first_given = kept.constructed_with()  # the latter: where the run began
+        self._given = self._first_given = kept.constructed_with()  # the latter: in the first launch
         model = nn.ModuleDict(kept.modules)
         optimizers = list(kept.optimizers.values())
         optimizer = optimizers[0] if len(optimizers) == 1 else SeveralOptimizers(optimizers)
@@ -295,9 +295,9 @@ class KeptState(TrainState):
         return {**super().capture(), **own}
 
     def overridden(self) -> list[str]:
-        """Return the settings that the state has brought, and this program has given otherwise than the first one.
+        """Return the settings from the state that this program gives otherwise than the run's first program did.
 
-        A scheduler may have moved a setting, and the program may set it in its loop: neither is a difference.
+        A change that a scheduler or the loop itself has made is no difference.
         """
         first, now = self._first_given, self._kept.constructed_with()
         return [

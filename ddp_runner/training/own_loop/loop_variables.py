@@ -41,7 +41,7 @@ _Functions = dict[tuple[str, int], ast.FunctionDef | ast.AsyncFunctionDef]  # by
 class LoopVariables:
     """The variables of one process's loop.
 
-    ``is_kept``: finds objects that are no variables. ``functions``: gives those that are called between steps.
+    ``is_kept``: says which objects are kept, and so are no variables. ``functions``: returns those that run between steps.
     """
 
     def __init__(
@@ -52,9 +52,8 @@ class LoopVariables:
     ) -> None:
         self._is_kept = is_kept
         self._between_steps = functions
-        self._around: LoopVariables | None = (
-            None  # of the loop that a generator gives the batches to
-        )
+        # Of the loop that takes what a generator yields.
+        self._around: LoopVariables | None = None
         self._boundaries = 0
         self._candidates: dict[str, Carried] | None = None
         self._cells: dict[str, Any] = {}  # what functions of the program have in their closures
@@ -74,9 +73,9 @@ class LoopVariables:
         return is_due and (has_some or or_if)
 
     def look(self, frame: FrameType) -> list[str]:
-        """The variables of the loop in ``frame`` that have changed since the last look, with their places.
+        """Return the variables of the loop in ``frame`` that have changed since the last look, with their places.
 
-        If ``frame`` is that of a generator, whose caller has the loop, also those of that one.
+        If ``frame`` is that of a generator, the variables of the loop that calls it are included.
         """
         found = self._look(frame)
         if (around := _taker_of(frame)) is not None:
@@ -212,7 +211,7 @@ class HeldValues:
         return [f"`{name}`" for name in found]
 
     def changed(self) -> list[str]:
-        """Return the same, bare; a name is there again when it changes again."""
+        """Return the same without backquotes; a name is returned each time that it changes."""
         found = []
         for name, value in self._values().items():
             if name in self._found or self._is_apart(value):

@@ -39,7 +39,7 @@ class RepeatCheck(BesideSteps):
         self._where: str | None = (
             None  # the first difference of the two runs, in this process's first step
         )
-        self._unlike = ""  # what an optimizer was given otherwise, first
+        self._unlike = ""  # the first difference in what an optimizer was given
         self._hidden = ""  # the same, of any rank, until it is noted
         self._is_over = False
         self._finding = ""  # of all ranks, until it is reported
@@ -94,9 +94,9 @@ class RepeatCheck(BesideSteps):
             self._note_hidden(group)
 
     def _note_hidden(self, group: Group) -> None:
-        """Take note, on all ranks alike, of state that no check can see and that changes an update."""
-        # INVARIANT update-is-repeated: what an optimizer is given in a launch's first step is compared as its share is.
-        # Broken if: state that sets a rate, or clips gradients, changes with each run of a body and nobody says so.
+        """Take note, on all ranks alike, of hidden state that changes the update."""
+        # INVARIANT update-is-repeated: the two runs of a launch's first step are compared also in what the optimizer is given.
+        # Broken if: state that sets a rate, or clips gradients, changes with each run of the body and no rank notices.
         # Guarded by: test_state_that_only_the_update_uses_makes_a_repaired_run_inexact.
         what, self._hidden = self._hidden, ""
         if self._state.carried:

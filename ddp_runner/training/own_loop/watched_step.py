@@ -27,7 +27,7 @@ class LoopNotes(ShareNotes):
     """Notes a share up to its first sum over ranks: later results also depend on the other ranks."""
 
     _seen: set[int] = field(default_factory=set)
-    _is_in_backward: bool = False  # one whose sums are wanted
+    _is_in_backward: bool = False  # a backward whose sums are wanted
 
     def gradient(self, parameter: Tensor, gradient: Tensor) -> None:
         """Note the rank's own gradient of the backward that is summed first; ignore later ones of the step."""
@@ -47,9 +47,7 @@ class LoopNotes(ShareNotes):
 
     def _take_sums(self) -> None:
         self._is_in_backward = False
-        if (
-            self.sums is not None
-        ):  # a step of several sums, of which the later ones follow from the earlier ones
+        if self.sums is not None:  # a second sum in one step, which follows from the first one
             self.give_up_sums()
         self.summed()
 
@@ -76,7 +74,7 @@ class WatchedStep:
         self._step = EMPTY_STEP  # the step that is surrounded
         self._notes: LoopNotes | None = None  # of that step, if they are requested
         self.rehearsed: OwnShare | None = None  # of a warm-up run of that step's body
-        self.wants_given = False  # somebody compares what the optimizers are given in the two runs
+        self.wants_given = False  # what the optimizers are given in the two runs is to be compared
         self.given: dict[str, str] = {}  # in the newest run
         self.given_rehearsed: dict[str, str] = {}
 
@@ -113,7 +111,7 @@ class WatchedStep:
             self._notes = None
 
     def update_begins(self, agreed: Agreed) -> None:
-        """Take note that the body's first update comes next."""
+        """Take note that the first update of the body comes next."""
         if self._notes is not None:
             self._notes.update_begins(is_relaid=agreed.signals[Signal.RELAID] > 0)
 
@@ -129,6 +127,6 @@ class WatchedStep:
             self.given_rehearsed = self.given
 
     def optimizer_is_called(self) -> None:
-        """Take note of what the first optimizer of the body is given."""
+        """Take note of what the optimizers are given, before the first one of the body steps."""
         if self.wants_given:
             self.given = hashes_given(self._state)

@@ -25,7 +25,7 @@ class DiskFaults:
         return self._fault(FaultKind.STORAGE_FAILED, cause)
 
     def warn(self, fault: Fault, action: str) -> None:
-        """An event, whose line reaches people also where this rank's log is on the disk that is full."""
+        """Report the fault; the supervisor shows its line, because this rank's log may be on the full disk."""
         self._note(fault, action)
 
     def report_unusable(self, store: CheckpointStore, loaded: Loaded) -> None:

@@ -112,7 +112,7 @@ def test_a_local_address_may_be_a_name(late_name, monkeypatch, capsys):
     alone = replace(_options(local_addr="train-0.train"), host="localhost")
     options = launching._with_local_address(alone)
     assert (options.local_addr, options.local_name) == ("127.0.0.1", "train-0.train")
-    said = "--local-addr=train-0.train: waiting up to 60 s for this name to be known\n"
+    said = "--local-addr=train-0.train: waiting up to 60 s for this name to resolve\n"
     assert capsys.readouterr().out == said
     for given in ("", "127.0.0.1"):
         assert launching._with_local_address(replace(alone, local_addr=given)).local_name == ""
@@ -134,9 +134,9 @@ def test_a_local_address_of_another_machine_is_refused():
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ("vm", r"vm: is 127\.0\.0\.1 here, an address of this machine alone"),
-        ("localhost", r"localhost: is 127\.0\.0\.1 here, an address of this machine alone"),
-        ("127.0.0.1", r"127\.0\.0\.1: is an address of this machine alone"),
+        ("vm", r"vm: is 127\.0\.0\.1 here, a loopback address"),
+        ("localhost", r"localhost: is 127\.0\.0\.1 here, a loopback address"),
+        ("127.0.0.1", r"127\.0\.0\.1: is a loopback address"),
     ],
 )
 def test_a_local_name_that_no_other_machine_reaches_is_refused(resolves, given, says):

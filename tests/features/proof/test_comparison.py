@@ -54,4 +54,4 @@ def test_a_file_that_cannot_be_read_is_named_in_the_log(tmp_path, capfd, content
     if content is not None:
         path.write_bytes(content)
     assert _handed(path) is None
-    assert "the diagnosis does without batch.pt: " in capfd.readouterr().err
+    assert "continuing without batch.pt: " in capfd.readouterr().err
