@@ -279,9 +279,24 @@ MUTATIONS = (
         "self.began_again |= self._has_formed or self.own_step > 0",
         "pass",
     ),
-    _break("pass-leaves-nothing", "self._left = self._between_passes.changed()", "pass"),
-    _break("update-is-repeated", "self._unlike = first_unlike", "first_unlike"),
-    _break("looked-behind-a-repair", "or self._is_last_chance()", ""),
+    _break(
+        "pass-leaves-nothing",
+        "self._left = self._between_passes.changed()",
+        "pass",
+        after="def pass_ends(self)",
+    ),
+    _break(
+        "update-is-repeated",
+        "self._unlike = first_unlike",
+        "first_unlike",
+        after="def beside(",
+    ),
+    _break(
+        "looked-behind-a-repair",
+        "or self._is_last_chance()",
+        "",
+        after="def begin_next(self)",
+    ),
     _break(
         "built-as-a-rank-builds",
         "state.room = room_for_state(state.optimizer)",
