@@ -173,7 +173,7 @@ class Model:
             assert progress.committed_step <= best or progress.rank in kept_before, "a lost commit"
         expected = {*lost, *(progress.rank for progress in parked)}
         assert handled == expected - {progress.rank for progress in kept}, "nobody is forgotten"
-        assert (plan.loader is None) == (best > EMPTY_STEP), "a checkpoint only with nobody left"
+        assert (plan.reader is None) == (best > EMPTY_STEP), "a checkpoint only with nobody left"
         for number in handled - set(lost):
             self.ranks[number].machine.advance(RankEvent.KILL_SENT)
             self.ranks[number].machine.advance(RankEvent.EXITED)
@@ -182,7 +182,7 @@ class Model:
         assert len(self.present()) >= (SETTINGS.min_ranks if plan.dropped else 1)
         for number in plan.ranks:
             self.ranks[number].member.advance(MembershipEvent.TO_REPLACE)
-            self.spawn(self.ranks[number], loads=number == plan.loader)
+            self.spawn(self.ranks[number], loads=number == plan.reader)
         self.form()
         kept = best if best > EMPTY_STEP else self.checkpoint
         assert all(rank.committed == kept for _, rank in self.present()), "no commit is undone"

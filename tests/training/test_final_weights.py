@@ -196,10 +196,10 @@ def test_a_disk_that_refuses_costs_a_warning(tmp_path):
     before = (tmp_path / "final.pt").read_bytes()
     parts = parts_of(tmp_path, disk=FullDisk())
     publish_final(parts)
-    (line,) = parts.runtime.lines
-    assert "No space left on device" in line
-    assert "the newest checkpoint has the same weights" in line
-    assert [message.fault.step for message in parts.runtime.reports] == [8]
+    (message,) = parts.runtime.reports
+    assert message.fault.step == 8
+    assert "No space left on device" in message.line
+    assert "the newest checkpoint has the same weights" in message.line
     assert (tmp_path / "final.pt").read_bytes() == before
     assert len(list(tmp_path.iterdir())) == 2
 

@@ -230,8 +230,8 @@ def test_a_file_that_was_edited_since_is_no_difference():
     assert changed_file({"a.py": "1", "b.py": "2"}, {"a.py": "1", "b.py": "3"}) == "b.py"
 
 
-def said(where, finding=""):
-    return json.dumps([where, finding])
+def said(where, finding="", unlike=""):
+    return json.dumps([where, finding, unlike])
 
 
 class Steps:
