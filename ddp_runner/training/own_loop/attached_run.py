@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import gc
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -40,7 +38,7 @@ from ddp_runner.training.own_loop.batches import (
     why_spawned,
 )
 from ddp_runner.training.own_loop.client import LoopClient, LoopSetup
-from ddp_runner.training.own_loop.data_watch import DataWatch
+from ddp_runner.training.own_loop.data_watch import CURE, DataWatch
 from ddp_runner.training.own_loop.declared import KEEP_LOCAL, OwnLoop, Recurring, RepeatStep
 from ddp_runner.training.own_loop.kept import KeptState
 from ddp_runner.training.own_loop.loop_variables import HeldValues, LoopVariables
@@ -51,7 +49,7 @@ from ddp_runner.training.own_loop.misuse import (
     user_frame,
     user_line,
 )
-from ddp_runner.training.own_loop.net import AttachedModule
+from ddp_runner.training.own_loop.net import AttachedModule, refuse_compiled
 from ddp_runner.training.own_loop.parts import LoopParts
 from ddp_runner.training.own_loop.steps import BETWEEN
 from ddp_runner.training.prepare import begin_start, prepare
@@ -66,9 +64,6 @@ _CURE = (
     " differs by rank"
 )
 _CURE_OF_OPTIMIZERS = "put it into param_groups, or into state_dict() and load_state_dict()"
-_CURE_OF_DATA = (
-    "set it in set_epoch(), or draw from the global generators, which are seeded for each epoch"
-)
 
 
 class AttachedRun:
@@ -459,7 +454,7 @@ class AttachedRun:
             raise misuse(f"{lost[0]} of the net is in no kept module: run.keep(model=model, ...)")
         if self.world_size > 1:
             self._refuse_unsummed()
-        _refuse_compiled(self._loop.net)
+        refuse_compiled(self._loop.net)
         self._loop.norms = SyncedNorms(self._loop.net.module, is_wanted=False, device=self.device)
 
     def _refuse_unsummed(self) -> None:
@@ -549,7 +544,7 @@ class AttachedRun:
 
     def _name_data(self, names: list[str]) -> None:
         """Name what an epoch, or the body of the loop, has changed in the data."""
-        self._name_carried(names, _CURE_OF_DATA, when="during training")
+        self._name_carried(names, CURE, when="during training")
         assert self._parts is not None, "there are steps"
         report_lost_carried(self._parts)
 
@@ -652,18 +647,6 @@ def _is_kept(value: Any, kept: set[int]) -> bool:
         return True
     is_wrapper = type(value).__module__.startswith("accelerate.")
     return is_wrapper and id(getattr(value, "optimizer", None)) in kept
-
-
-def _refuse_compiled(net: AttachedModule) -> None:
-    """A compiler would trace what forms and repairs; the model alone it may compile."""
-    is_compiled = net._compiled_call_impl is not None  # noqa: SLF001 - by net.compile()
-    if not is_compiled and "torch._dynamo.eval_frame" in sys.modules:
-        holders = gc.get_referrers(net)
-        is_compiled = any(isinstance(one, dict) and one.get("_orig_mod") is net for one in holders)
-    if is_compiled:
-        raise misuse(
-            "the net is compiled as it was wrapped: compile the model first, run.ddp(torch.compile(model))"
-        )
 
 
 class _Steps:

@@ -22,6 +22,7 @@ from ddp_runner.training.exactness.values import kept_of
 from ddp_runner.training.own_loop.loop_variables import ENTRIES_MAX, HeldValues, Look
 from ddp_runner.values.object_graph import LEAVES, attributes_of, own_classes
 
+CURE = "set it in set_epoch(), or draw from the global generators, which are seeded for each epoch"
 _LOOKS_IN_A_ROW = 4  # at steps; then at every power of two
 _WHOLE_MAX = 256  # entries that are compared with what is in them
 _OF_DATA = LEAVES - {type(None)}

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import sys
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+
+from ddp_runner.training.own_loop.misuse import misuse
 
 
 class Wrapping(Protocol):
@@ -47,3 +51,15 @@ class AttachedModule(nn.Module):
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context like that of DDP: backward within it changes only this rank's gradients."""
         return self._wrapping[0].no_sync() if self._wrapping else contextlib.nullcontext()
+
+
+def refuse_compiled(net: AttachedModule) -> None:
+    """Raise BadInputError for a net that is compiled: it would trace what forms and repairs; the model alone may be."""
+    is_compiled = net._compiled_call_impl is not None  # noqa: SLF001 - by net.compile()
+    if not is_compiled and "torch._dynamo.eval_frame" in sys.modules:
+        holders = gc.get_referrers(net)
+        is_compiled = any(isinstance(one, dict) and one.get("_orig_mod") is net for one in holders)
+    if is_compiled:
+        raise misuse(
+            "the net is compiled as it was wrapped: compile the model first, run.ddp(torch.compile(model))"
+        )

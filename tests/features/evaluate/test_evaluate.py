@@ -82,6 +82,7 @@ def trained(folder, *, test="", more="", **settings):
         "batch_size": 4,
         "epochs": 1,
         "num_workers": 0,
+        "optim.precision": "fp32",  # a processor may have a faster type, which predicts in that
     }
     return DDPTrainer(config={**config, **settings}).train()
 
