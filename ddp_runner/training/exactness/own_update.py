@@ -23,7 +23,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 @dataclass(slots=True)
 class Sums:
-    """What the other ranks add to a step: ``gradients``, by bare name, and the signals that are summed with them.
+    """Holds the parts of a step that ranks sum: ``gradients``, by bare name, and the signals summed with them.
 
     ``buffers`` are rank 0's, which all ranks have after the step; None until the update begins.
     """
