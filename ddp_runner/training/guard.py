@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -38,10 +39,7 @@ from ddp_runner.training.loading.batch_copy import tensors_of
 from ddp_runner.training.state import TrainState
 
 INDICES_SHOWN = 16
-ROLLBACKS_WITHOUT_MAJORITY_MAX = (
-    2  # close to each other; what then differs again differs every time
-)
-ROLLBACKS_APART_STEPS = 50  # then they are not close
+ROLLBACKS_WITHOUT_MAJORITY_MAX = 2  # to one step; what then differs again differs every time
 DETAIL_CHARACTERS = 20_000  # a message has room for more, but not for any number
 
 
@@ -336,23 +334,21 @@ class NumericsGuard:
         return True
 
     def _settle_without_majority(self, step: int) -> None:
-        # Ranks that have trained equally long have any hidden state alike: then it is a bit that has flipped.
         since = set(self._exchange(f"trained since/{step}", str(self._state.trained_since)))
         is_injected = flips_bits(
             self._settings.run.inject, world_size=self._runtime.rank_info.world_size
         )
-        has_replaced = len(since) > 1 and not is_injected
+        # Ranks that have trained equally long have any hidden state alike: then it is a bit that has flipped.
+        if len(since) > 1 and not is_injected:
+            self._replace_all(step)
         checkpoint_step = self._step_to_go_back_to()
-        # Hidden state lets them differ again after every few steps, and a roll-back may gain no more than one.
-        gained = checkpoint_step - self._step_rolled_back_to
-        if gained >= ROLLBACKS_APART_STEPS or (gained and not has_replaced):
+        if checkpoint_step != self._step_rolled_back_to:
             self._rollbacks_there = 0
         why = ""
         if checkpoint_step == EMPTY_STEP:
             why = "and there is no checkpoint"
         elif self._rollbacks_there == ROLLBACKS_WITHOUT_MAJORITY_MAX:
-            suspect = "a state that is not kept" if has_replaced else "a device"
-            why = f"again after going back to step {checkpoint_step}: suspect {suspect}"
+            why = f"again after going back to step {checkpoint_step}: suspect a device"
         if why:
             raise FaultError(
                 Fault(
@@ -368,12 +364,26 @@ class NumericsGuard:
             "the replicas differ and no majority agrees",
             kind=FaultKind.REPLICA_DIVERGED,
             rate_factor=self._state.tuning.rate_factor,
-            inexact=f"the replicas differed at step {step}, where ranks had been replaced: a state that is not kept"
-            if has_replaced
-            else "",
         )
         self._step_rolled_back_to = self._state.committed_step
         self._rollbacks_there += 1
+
+    def _replace_all(self, step: int) -> NoReturn:
+        """Have all processes replaced: they begin at a checkpoint, or at step 0, with equal hidden state."""
+        why = "ranks had been replaced: a state that is not kept"
+        if self._group.rank == 0:
+            self._report_inexact(step, f"the replicas differed at step {step}, where {why}")
+        self._leave_state(step)
+        raise FaultError(
+            Fault(
+                kind=FaultKind.RANK_RAISED,
+                rank=self._group.rank,
+                step=step,
+                cause=f"the replicas differ, where {why}",
+                detail="all processes begin again, with equal state",
+                at_ns=time.monotonic_ns(),
+            )
+        )
 
     def _step_to_go_back_to(self) -> int:
         """Return the newest step on rank 0's disk, or EMPTY_STEP; every rank must call it."""
@@ -389,23 +399,16 @@ class NumericsGuard:
         with waiting_for_peers(self._runtime.slot):
             return self._group.exchange(name, value)
 
-    def _roll_back(
-        self, reason: str, *, kind: FaultKind, rate_factor: float, inexact: str = ""
-    ) -> None:
+    def _roll_back(self, reason: str, *, kind: FaultKind, rate_factor: float) -> None:
         """Go back to what was kept, on all ranks, within the generation."""
         began_s, step = time.monotonic(), self._state.committed_step
         lowered = rate_factor != self._state.tuning.rate_factor
-        if self._group.rank == 0:
+        if self._group.rank == 0:  # also where what follows is cut short
             self._report_inexact(
-                step, inexact, lowered=lowered
-            )  # also where what follows is cut short
+                step, f"learning rate lowered after step {step}" if lowered else ""
+            )
         self._state.tuning = replace(self._state.tuning, rate_factor=rate_factor)
-        # INVARIANT left-for-good: after a roll-back has begun, no rank has the state that is left.
-        # Broken if: a rank fails in here while its own committed_step, or another's, is still the old one.
-        # Guarded by: test_a_roll_back_whose_load_fails_leaves_no_old_state.
-        self._state.committed_step = EMPTY_STEP
-        self._durable.forget()  # first: who begins where none is left would take one
-        self._exchange(f"left/{step}", "")
+        self._leave_state(step)
         if self._group.rank == 0:
             self._durable.give_back()
             if lowered:
@@ -434,16 +437,22 @@ class NumericsGuard:
             )
             self._report_roll_back(fault, action, began_s=began_s)
 
-    def _report_inexact(self, step: int, inexact: str, *, lowered: bool) -> None:
-        """The state gone back to is one that all ranks had: computed as before, the same steps follow."""
-        if lowered:
-            inexact = f"learning rate lowered after step {step}"
+    def _leave_state(self, step: int) -> None:
+        # INVARIANT left-for-good: after a roll-back has begun, no rank has the state that is left.
+        # Broken if: a rank fails in here while its own committed_step, or another's, is still the old one.
+        # Guarded by: test_a_roll_back_whose_load_fails_leaves_no_old_state.
+        self._state.committed_step = EMPTY_STEP
+        self._durable.forget()  # first: who begins where none is left would take one
+        self._exchange(f"left/{step}", "")
+
+    def _report_inexact(self, step: int, reason: str) -> None:
+        """Without a ``reason`` the state gone back to is one that all ranks had: the same steps follow."""
         self._runtime.report(
             TuningChanged(
                 rank=self._rank,
                 step=step,
                 action="going back to an older state",
-                inexact_reason=inexact,
+                inexact_reason=reason,
                 fault_free=True,
             )
         )

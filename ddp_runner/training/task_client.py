@@ -27,6 +27,8 @@ from ddp_runner.kernel.step.session import Makers, StepResult, Votes
 from ddp_runner.kernel.wire.events import TuningChanged
 from ddp_runner.training.beside_steps import beside_steps
 from ddp_runner.training.components.tuning import Tuning, beyond_repair, free_memory, repair_tuning
+from ddp_runner.training.exactness.first_step import note_carried, report_lost_carried
+from ddp_runner.training.exactness.held_values import DataWatch
 from ddp_runner.training.exactness.same_data import SameData
 from ddp_runner.training.figures.profiling import step_profile
 from ddp_runner.training.figures.train_report import TrainReport, finished_message, report_of
@@ -50,6 +52,8 @@ from ddp_runner.training.starting.resume import TakenUp, is_complete
 from ddp_runner.training.state import Progress
 from ddp_runner.training.task_steps import TaskSteps
 from ddp_runner.training.workload import build_workload
+
+_CURE_OF_DATA = "compute what depends on the step or epoch in loss(model, batch, context)"
 
 
 class TaskSetup:
@@ -159,6 +163,11 @@ class TaskClient(RankClient):
     def __init__(self, parts: TaskParts, run_id: str) -> None:
         super().__init__(parts, run_id)
         self._beside = beside_steps(parts)
+        validation = parts.workload.datasets.validation_sets.items()
+        owners = {f"validation {name}".rstrip(): one for name, one in validation}
+        self._data = DataWatch(
+            {"data": parts.workload.datasets.train, **owners}, note=self._note_data
+        )
         self._rank_info = parts.runtime.rank_info
         self._steps: TaskSteps | None = None  # of the newest generation
         self._short_of_memory_in = self._rank_info.short_of_memory_in
@@ -168,6 +177,12 @@ class TaskClient(RankClient):
         """Make one step; None where the state is now an older one, or raises what broke in it."""
         assert self._steps is not None, "a step is made in a generation"
         return self._steps.make(micro_batches, votes=votes)
+
+    def _note_data(self, names: list[str]) -> None:
+        line = note_carried(self._parts.state, names, cure=_CURE_OF_DATA, when="during training")
+        if line and self._rank_info.rank == 0:
+            self._runtime.logger.warning(line, step=self._parts.state.committed_step)
+        report_lost_carried(self._parts)
 
     def compare(self, group: Group) -> None:
         """Compare samples: a step is of the same ones whoever loads them."""
@@ -188,7 +203,9 @@ class TaskClient(RankClient):
     def enter(self, group: Group) -> Makers:
         """Wrap the model for the steps of a generation."""
         guard = self._guard(group)
-        self._steps = steps = TaskSteps(self._parts, group=group, guard=guard, beside=self._beside)
+        self._steps = steps = TaskSteps(
+            self._parts, group=group, guard=guard, beside=self._beside, data=self._data
+        )
         return Makers(maker=steps, guard=guard, side=self._side(group))
 
     def repaired(self, fault: Fault) -> Fault:

@@ -38,6 +38,7 @@ from ddp_runner.training.exactness.first_step import (
     report_lost_carried,
     report_lost_local,
 )
+from ddp_runner.training.exactness.held_values import DataWatch
 from ddp_runner.training.figures.evaluation import Validation
 from ddp_runner.training.figures.phase_times import phase_values
 from ddp_runner.training.figures.use_figures import UseFigures, tokens_per_sample
@@ -63,6 +64,7 @@ class TaskSteps:
         group: Group,
         guard: NumericsGuard,
         beside: Sequence[BesideSteps],
+        data: DataWatch,
     ) -> None:
         settings, workload, state = parts.settings, parts.workload, parts.state
         self._parts = parts
@@ -91,6 +93,7 @@ class TaskSteps:
         # As far as the state has come: a rank may have left the one before amid a change.
         workload.layers.unfreeze(state.model, step=state.own_step)
         state.train_unfrozen()
+        self._data = data
         self._first = FirstStep(parts, group)
         guard.went_back.append(self._go_back)
         self._peers = _Peers(group, parts.runtime.slot)
@@ -161,7 +164,9 @@ class TaskSteps:
         if step == self._state.committed_step:  # not a former one, which is computed once more
             self._parts.profile.before(step)
         self._turn_to_data(step)
+        self._data.draws()
         batches = self._loader.take(step)
+        self._data.drawn()
         if self._loader.counted:
             self._state.side.note_counted(f"data.{name}" for name in self._loader.counted)
         return self._arrived(batches)
@@ -324,7 +329,8 @@ class TaskSteps:
             metrics={**loss, **state.figures},
             model=state.model,
         )
-        call_hook(self._workload.task, name, context, state, warn=warn)
+        with self._data.around_call():
+            call_hook(self._workload.task, name, context, state, warn=warn)
 
     def must_keep(self) -> bool:
         """Return True if the present evaluation has found the best so far, and the run's end or a later stage uses it.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import time
 
 import numpy as np
 import torch
@@ -66,3 +67,35 @@ class CarelessTask:
         for parameter in model.parameters():
             parameter.fill_(0.0)
         return model(torch.ones(1, 8)).tolist()[0][3]
+
+
+class HarderData(TensorDataset):
+    """Rows that get harder with its level."""
+
+    level = 0.0
+
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        return x + self.level * x.sin(), y
+
+
+class RisingTask(CarelessTask):
+    """After each epoch its rows are a little harder."""
+
+    def build_datasets(self):
+        x = torch.randn(240, 8)
+        self.rows = HarderData(x, x[:, :2].sum(1, keepdim=True))
+        return Datasets(train=self.rows)
+
+    def loss(self, model, batch):
+        time.sleep(0.02)  # a run that a signal can reach
+        return super().loss(model, batch)
+
+    def on_epoch_end(self, context):
+        self.rows.level += 0.1
+
+    def figures(self, loss):
+        return {}
+
+    def sample(self, model):
+        return ""

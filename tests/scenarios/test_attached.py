@@ -374,7 +374,7 @@ class Hasty(torch.optim.SGD):
         calls = 1 + int(os.environ.get("HASTY_CALLS", 0))  # in no state_dict(), nor where a look finds it
         os.environ["HASTY_CALLS"] = str(calls)
         for group in self.param_groups:
-            group["lr"] = 0.1 if calls < 3 else 0.01
+            group["lr"] = RATE
         super().step()
 run = ddp_runner.attach()
 x = torch.randn(256, 8)
@@ -391,10 +391,10 @@ for xb, yb in run.steps(run.loader(data, batch_size=4), max_steps=24):
 """
 
 
-def test_replicas_that_differ_after_a_replacement_are_no_flipped_bit(tmp_path):
-    """A counter outside of the state has them differ: the run goes back, and is not exact from there."""
-    own = tmp_path / "hidden.py"
-    own.write_text(HIDDEN, encoding="utf-8")
+@pytest.mark.parametrize("rate", ["0.1 if calls < 3 else 0.01", "0.1 / calls"])
+def test_replicas_that_differ_after_a_replacement_are_no_flipped_bit(tmp_path, rate):
+    """A counter outside of the state has them differ, once or always: the run goes back, then all processes begin again."""
+    (own := tmp_path / "hidden.py").write_text(HIDDEN.replace("RATE", rate), encoding="utf-8")
     options = ("recovery.replica_check_steps=2", "--inject", "kill:rank=1,step=11")
     with run_loop(tmp_path, loop=own, options=options) as run:
         assert run.wait() == 0, run.console

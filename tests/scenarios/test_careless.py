@@ -49,8 +49,26 @@ def test_data_that_is_shuffled_where_it_is_made_is_the_same_everywhere(tmp_path,
     )
     console = (fault_free.folder / "console.txt").read_text()
     for line in (
-        "the task's figures() raised OverflowError: math range error (careless.py:63); left out",
-        "the task's sample() raised IndexError: list index out of range (careless.py:68); left out",
+        "the task's figures() raised OverflowError: math range error (careless.py:64); left out",
+        "the task's sample() raised IndexError: list index out of range (careless.py:69); left out",
     ):
         assert console.count(line) == 1, console
     assert fault_free.summary()["checkpoint"].endswith("step_00000040.pt")
+
+
+def test_data_that_a_hook_makes_harder_is_named_as_unkept(tmp_path, made_once):
+    """A replaced rank begins with the data as they were made, so a repaired run has other weights."""
+    settings = ("-b", 12, "--epochs", 4, "num_workers=0", "--audit")
+    rising = CARELESS.replace(":CarelessTask", ":RisingTask")
+    fault_free = made_once(*settings, task=rising)
+    with Run(tmp_path / "killed", *settings, task=rising) as run:
+        run.wait_for_step(22)
+        run.signal(signal.SIGKILL, run.rank_pid(1))
+        assert run.wait() == 0, run.console
+    assert run.digest != fault_free.digest
+    assert fault_free.summary()["exact"] is True
+    assert run.summary()["exact"] is False
+    assert "`data.level`" in "".join(run.summary()["inexact_reasons"])
+    line = "`data.level` changes during training and is not kept: compute what depends on the step"
+    console = (fault_free.folder / "console.txt").read_text()
+    assert console.count(line) == 1, console

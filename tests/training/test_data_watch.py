@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
+from ddp_runner.training.exactness.held_values import DataWatch, watched_in
 from ddp_runner.training.own_loop.batches import GivenBatches, OwnBatches, length_of
-from ddp_runner.training.own_loop.data_watch import DataWatch
 
 SAMPLES, BATCH = 8, 2
 PER_PASS = SAMPLES // BATCH
@@ -119,7 +119,7 @@ def names_in(batches, *, passes=3, between=lambda step: None):
     own = OwnBatches(
         given, seed=0, rank=0, say=lambda _: None, warn=lambda _: None, alive=lambda: None
     )
-    own.watch = DataWatch(batches, is_kept=lambda _: False, note=found.extend)
+    own.watch = DataWatch(watched_in(batches), note=found.extend)
     for step in range(length.total_steps):
         own.take(step)
         between(step)
@@ -171,3 +171,27 @@ def test_what_the_loop_changes_in_its_data_is_named(at):
         found.append(step)
 
     assert names_in(loader(data), passes=2, between=body) == ["`dataset.scale`"]
+
+
+class Rising(Samples):
+    level = 0.0
+
+
+@pytest.mark.parametrize(("change", "named"), [(0.5, ["`data.level`"]), (0.0, [])])
+def test_a_call_that_changes_an_attribute_of_its_class_is_named(change, named):
+    data, found = Rising(), []
+    watch = DataWatch({"data": data}, note=found.extend)
+    for _ in range(3):
+        with watch.around_call():
+            data.level = data.level + change
+    assert found == named
+
+
+def test_what_loading_alone_changes_is_no_change_by_a_loss():
+    data, found = Counting(), []
+    watch = DataWatch({"data": data}, note=found.extend)
+    for index in range(SAMPLES):
+        watch.draws()
+        data[index]
+        watch.drawn()
+    assert found == []

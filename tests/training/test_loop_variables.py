@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from ddp_runner.training.components.optimizer_state import hidden_state
+from ddp_runner.training.exactness.held_values import HeldValues
 from ddp_runner.training.own_loop.attached_run import _is_kept
-from ddp_runner.training.own_loop.loop_variables import HeldValues, LoopVariables
+from ddp_runner.training.own_loop.loop_variables import LoopVariables
 
 STEPS = 5
 BEGIN = """\

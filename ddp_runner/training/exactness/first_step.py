@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
@@ -296,6 +296,21 @@ def report_large_local(parts: RankParts) -> None:
     """Log the cost of keeping per-rank state once, if it is high."""
     if line := parts.state.local.cost_line():
         parts.runtime.logger.info(line, step=parts.state.committed_step)
+
+
+def note_carried(state: TrainState, names: Iterable[str], *, cure: str, when: str) -> str:
+    """Take note that ``names`` change from step to step and are not kept; return a warning of those that are new."""
+    found = [one for one in names if one not in state.carried]
+    state.note_carried(found)
+    if not found:
+        return ""
+    shown, change, be = found[0], "changes", "is"
+    if len(found) > 1:
+        shown, change, be = f"{', '.join(found[:-1])} and {found[-1]}", "change", "are"
+    return (
+        f"{shown} {change} {when} and {be} not kept: {cure}."
+        " A run that is repaired or resumed is not exact otherwise"
+    )
 
 
 def report_lost_carried(parts: RankParts, *, went_back: bool = False) -> None:

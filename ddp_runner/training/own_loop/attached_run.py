@@ -25,23 +25,31 @@ from ddp_runner.kernel.step.runtime import Runtime
 from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.training.components.optimizer_state import hidden_state
 from ddp_runner.training.components.sync_batchnorm import SyncedNorms
-from ddp_runner.training.exactness.first_step import report_lost_carried, report_lost_local
+from ddp_runner.training.exactness.first_step import (
+    note_carried,
+    report_lost_carried,
+    report_lost_local,
+)
+from ddp_runner.training.exactness.held_values import (
+    CURE_IN_LOOP,
+    DataWatch,
+    HeldValues,
+    watched_in,
+)
 from ddp_runner.training.figures.train_report import TrainReport
 from ddp_runner.training.loading.loaders import waiting
 from ddp_runner.training.local_state.by_value import KeptLocally
 from ddp_runner.training.own_loop.batches import (
     GivenBatches,
     KeptLoader,
-    OwnBatches,
     length_of,
     why_alike,
     why_spawned,
 )
 from ddp_runner.training.own_loop.client import LoopClient, LoopSetup
-from ddp_runner.training.own_loop.data_watch import CURE, DataWatch
 from ddp_runner.training.own_loop.declared import KEEP_LOCAL, OwnLoop, Recurring, RepeatStep
 from ddp_runner.training.own_loop.kept import KeptState
-from ddp_runner.training.own_loop.loop_variables import HeldValues, LoopVariables
+from ddp_runner.training.own_loop.loop_variables import LoopVariables
 from ddp_runner.training.own_loop.misuse import (
     is_guarded,
     misuse,
@@ -288,10 +296,9 @@ class AttachedRun:
             is_apart=lambda value: _is_kept(value, kept),
         )
         self._watched.append((held, _CURE_OF_OPTIMIZERS))
-        if isinstance(parts.loader, OwnBatches):
-            parts.loader.watch = DataWatch(
-                batches, is_kept=lambda value: _is_kept(value, kept), note=self._name_data
-            )
+        parts.loader.watch = DataWatch(
+            watched_in(batches), is_kept=lambda value: _is_kept(value, kept), note=self._name_data
+        )
         self._client = LoopClient(parts, run_id, self._loop)
         self._held.callback(register_optimizer_step_pre_hook(self._before_update).remove)
         # Where the program ends in the midst of it: before multiprocessing waits for a loader's workers.
@@ -544,22 +551,15 @@ class AttachedRun:
 
     def _name_data(self, names: list[str]) -> None:
         """Name what an epoch, or the body of the loop, has changed in the data."""
-        self._name_carried(names, CURE, when="during training")
+        self._name_carried(names, CURE_IN_LOOP, when="during training")
         assert self._parts is not None, "there are steps"
         report_lost_carried(self._parts)
 
     def _name_carried(self, names: list[str], cure: str, *, when: str = "each step") -> None:
         assert self._state is not None, "there are steps"
-        found = [one for one in names if one not in self._state.carried]
-        self._state.note_carried(found)
-        if found and self.is_first:
-            shown, change, be = ", ".join(found), "changes", "is"
-            if len(found) > 1:
-                shown, change, be = f"{', '.join(found[:-1])} and {found[-1]}", "change", "are"
-            self._runtime.logger.warning(
-                f"{shown} {change} {when} and {be} not kept: {cure}."
-                " A run that is repaired or resumed is not exact otherwise"
-            )
+        line = note_carried(self._state, names, cure=cure, when=when)
+        if line and self.is_first:
+            self._runtime.logger.warning(line)
 
     def _kept_ids(self) -> set[int]:
         """Return the ids that are no variables of the loop: the run's own objects, and kept ones with their parts."""

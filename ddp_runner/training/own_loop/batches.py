@@ -29,7 +29,7 @@ from ddp_runner.data.by_number import gives_by_number
 from ddp_runner.data.loader import Loader
 from ddp_runner.kernel.values.nested import PLAIN, SENT, rebuilt, tensors_in
 from ddp_runner.training.components.tensor_hash import combined, tensor_hash
-from ddp_runner.training.own_loop.data_watch import DataWatch, owners_of
+from ddp_runner.training.exactness.held_values import DataWatch, owners_of
 from ddp_runner.training.own_loop.misuse import misuse
 from ddp_runner.values.generators import seed_offset, seed_step
 
@@ -170,6 +170,7 @@ class SafeBatches:
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
+        self.watch: DataWatch | None = None
 
     @property
     def waited_s(self) -> float:
@@ -187,7 +188,12 @@ class SafeBatches:
 
     def take(self, step: int) -> list[Any]:
         """Give this rank's batches of ``step``: as many as are accumulated."""
-        return [one.batch for one in self._loader.take(step)]
+        if self.watch is not None:
+            self.watch.draws()
+        found = [one.batch for one in self._loader.take(step)]
+        if self.watch is not None:
+            self.watch.drawn()
+        return found
 
     def close(self) -> None:
         """End the workers."""

@@ -9,32 +9,21 @@ from __future__ import annotations
 import ast
 import inspect
 import linecache
-import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from types import CodeType, FrameType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-import numpy as np
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from ddp_runner.system.code_files import is_users_file
-from ddp_runner.training.exactness.traces import Trace
-from ddp_runner.training.exactness.values import kept_of
+from ddp_runner.training.exactness.held_values import Look, whole_look
 from ddp_runner.training.own_loop.carried_names import Carried, Resolved, carried_names, loop_at
-from ddp_runner.values.object_graph import LEAVES, Closed, Reach, Walk, attributes_of, state_in
 
 _LOOKS_IN_A_ROW = 4  # then at every power of two: what changes now and then shows too
-_BYTES_MAX = 1 << 20  # of arrays that are compared whole
-ENTRIES_MAX = 10_000
-_NUMBERS_MAX = 1_000_000  # of numbers and texts alone
-_OBJECTS_MAX = 1_000  # in the values of one name
 _NOTHING = object()
-Look = Callable[[Any], bool]  # whether a value is the one that was looked at, unchanged
-
-
 _Functions = dict[tuple[str, int], ast.FunctionDef | ast.AsyncFunctionDef]  # by name and first line
 
 
@@ -172,7 +161,7 @@ class LoopVariables:
             return _same(value)
         if isinstance(value, nn.Module):
             return self._modules_look(value)
-        return _whole(value, skipped=self._is_kept)
+        return whole_look(value, skipped=self._is_kept)
 
     def _modules_look(self, module: nn.Module) -> Look:
         """Return a comparison by torch's change counters; kept tensors, as in a compiled module, do not count."""
@@ -188,74 +177,6 @@ class LoopVariables:
         """Return True if ``value`` is no variable."""
         kinds = (ModuleType, type, FunctionType, MethodType, DataLoader, Dataset)
         return isinstance(value, kinds) or inspect.isbuiltin(value) or self._is_kept(value)
-
-
-class HeldValues:
-    """The values that the objects of a loop hold which nobody has written: ``values`` gives them by name, as they are now.
-
-    Objects in them are looked into, except those that ``is_apart`` is true of.
-    """
-
-    def __init__(
-        self, values: Callable[[], Mapping[str, Any]], *, is_apart: Callable[[Any], bool]
-    ) -> None:
-        self._values = values
-        self._is_apart = is_apart
-        self._looks: dict[str, dict[str, Look]] = {}  # of a name, by the path of each part
-        self._found: set[str] = set()
-
-    def look(self) -> list[str]:
-        """Return the names whose values, or parts of them, have changed since the last look; each once."""
-        found = self.changed()
-        self.forget(found)
-        return [f"`{name}`" for name in found]
-
-    def changed(self) -> list[str]:
-        """Return the same without backquotes; a name is returned each time that it changes."""
-        found = []
-        for name, value in self._values().items():
-            if name in self._found or self._is_apart(value):
-                continue
-            before, parts = self._looks.get(name, {}), dict(self._parts(value))
-            if any(path in before and not before[path](one) for path, one in parts.items()):
-                found.append(name)
-            self._looks[name] = {path: self._look_of(one) for path, one in parts.items()}
-        return found
-
-    def forget(self, names: Iterable[str]) -> None:
-        """Look at these no more."""
-        for name in names:
-            self._found.add(name)
-            self._looks.pop(name, None)
-
-    def _parts(self, value: Any) -> Iterator[tuple[str, Any]]:
-        """Yield ``value`` and what its objects hold, by path; one that is not looked into as :class:`Closed`."""
-        walk = Walk(inside=self._inside, objects_max=_OBJECTS_MAX)
-        for path, at, reach in walk.over([("", SimpleNamespace(value=value))]):
-            if reach is Reach.ENTERED:
-                held = attributes_of(at)
-                if isinstance(at, nn.Module):
-                    held |= {**at._parameters, **at._buffers}  # noqa: SLF001 - without a call of the program's code
-                for key, one in held.items():
-                    yield f"{path}.{key}", one
-            else:
-                yield path, at if isinstance(at, Closed) else Closed(at)
-
-    def _inside(self, path: str, at: Any) -> list[tuple[str, Any]] | None:
-        inner = state_in(path, at)
-        if inner is None:
-            return None
-        return [
-            (where, one)
-            for where, one in inner
-            if not isinstance(one, (type, FunctionType)) and not self._is_apart(one)
-        ]
-
-    def _look_of(self, value: Any) -> Look:
-        if isinstance(value, Closed):
-            trace = Trace(value.value)
-            return lambda now: isinstance(now, Closed) and trace.is_of(now.value, whole=True)
-        return _whole(value, skipped=self._is_apart)
 
 
 class _Names:
@@ -332,34 +253,3 @@ def _attribute(value: Any, name: str) -> Any:
 
 def _same(value: Any) -> Look:
     return lambda now: now is value
-
-
-def _whole(value: Any, *, skipped: Callable[[Any], bool]) -> Look:
-    if isinstance(value, np.ndarray) and value.nbytes > _BYTES_MAX:
-        return _sampled(value)
-    if isinstance(value, (list, tuple)) and ENTRIES_MAX < len(value) <= _NUMBERS_MAX:
-        copied = tuple(value)
-        if set(map(type, copied)) <= LEAVES:
-            return lambda now: type(now) is type(value) and tuple(now) == copied
-    if isinstance(value, (list, tuple, dict, set)) and _entries(value) > ENTRIES_MAX:
-        size = len(value)
-        return lambda now: now is value and len(value) == size
-    return kept_of(value, with_contents=False, skipped=skipped).is_in
-
-
-def _sampled(value: np.ndarray[Any, Any]) -> Look:
-    every = math.ceil(value.size / ENTRIES_MAX)
-    before = value.reshape(-1)[::every].tobytes()
-    return lambda now: now is value and value.reshape(-1)[::every].tobytes() == before
-
-
-def _entries(value: Any, depth: int = 4) -> int:
-    """About how many values there are within, numbers of arrays too."""
-    if isinstance(value, np.ndarray):
-        return value.size
-    if not isinstance(value, (list, tuple, dict, set)):
-        return 1
-    if not depth or len(value) > ENTRIES_MAX:
-        return len(value)
-    inner = value.values() if isinstance(value, dict) else value
-    return 1 + sum(_entries(one, depth - 1) for one in inner)

@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from ddp_runner.training.exactness.held_values import DataWatch
 from ddp_runner.training.own_loop.kept import KeptState
 from ddp_runner.training.rank_context import Feed, RankParts
 
 
 class Batches(Feed, Protocol):
-    """The source of a loop's batches."""
+    """The source of a loop's batches. ``watch`` looks at its data, if anything does."""
+
+    watch: DataWatch | None
 
     @property
     def worker_pids(self) -> tuple[int, ...]:

@@ -1,0 +1,301 @@
+"""Looks at what objects hold, to find what has changed between two looks. Copies no large data.
+
+Of the data of a program: its datasets, samplers and collate function. A replaced rank has these objects as the program has
+made them. In a loop of the program's own it loads its epoch (a pass over the batches) again up to its step. So a replaced
+rank lacks what earlier passes, the body of the loop, or the loss and hooks of a task have changed in them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import FunctionType, MethodType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from ddp_runner.training.exactness.traces import Trace
+from ddp_runner.training.exactness.values import kept_of
+from ddp_runner.values.object_graph import (
+    LEAVES,
+    Closed,
+    Reach,
+    Walk,
+    attributes_of,
+    own_classes,
+    state_in,
+)
+
+_BYTES_MAX = 1 << 20  # of arrays that are compared whole
+_ENTRIES_MAX = 10_000
+_NUMBERS_MAX = 1_000_000  # of numbers and texts alone
+_OBJECTS_MAX = 1_000  # in the values of one name
+CURE_IN_LOOP = (
+    "set it in set_epoch(), or draw from the global generators, which are seeded for each epoch"
+)
+_LOOKS_IN_A_ROW = 4  # at steps; then at every power of two
+_LOOKED_MIN_S, _LOOKED_SHARE = 0.05, 0.01  # of the time, for looks at much data
+_WHOLE_MAX = 256  # entries that are compared with what is in them
+_OF_DATA = LEAVES - {type(None)}
+_DATA = (Tensor, np.ndarray, list, tuple, dict, set, frozenset, deque)
+Look = Callable[[Any], bool]  # whether a value is the one that was looked at, unchanged
+
+
+class HeldValues:
+    """Values that objects hold: ``values`` gives them by name, as they are now.
+
+    Objects in them are looked into, except those that ``is_apart`` is true of.
+    """
+
+    def __init__(
+        self, values: Callable[[], Mapping[str, Any]], *, is_apart: Callable[[Any], bool]
+    ) -> None:
+        self._values = values
+        self._is_apart = is_apart
+        self._looks: dict[str, dict[str, Look]] = {}  # of a name, by the path of each part
+        self._found: set[str] = set()
+
+    def look(self) -> list[str]:
+        """Return the names whose values, or parts of them, have changed since the last look; each once."""
+        found = self.changed()
+        self.forget(found)
+        return [f"`{name}`" for name in found]
+
+    def changed(self) -> list[str]:
+        """Return the same without backquotes; a name is returned each time that it changes."""
+        found = []
+        for name, value in self._values().items():
+            if name in self._found or self._is_apart(value):
+                continue
+            before, parts = self._looks.get(name, {}), dict(self._parts(value))
+            if any(path in before and not before[path](one) for path, one in parts.items()):
+                found.append(name)
+            self._looks[name] = {path: self._look_of(one) for path, one in parts.items()}
+        return found
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Look at these no more."""
+        for name in names:
+            self._found.add(name)
+            self._looks.pop(name, None)
+
+    def _parts(self, value: Any) -> Iterator[tuple[str, Any]]:
+        """Yield ``value`` and what its objects hold, by path; one that is not looked into as :class:`Closed`."""
+        walk = Walk(inside=self._inside, objects_max=_OBJECTS_MAX)
+        for path, at, reach in walk.over([("", SimpleNamespace(value=value))]):
+            if reach is Reach.ENTERED:
+                held = attributes_of(at)
+                if isinstance(at, nn.Module):
+                    held |= {**at._parameters, **at._buffers}  # noqa: SLF001 - without a call of the program's code
+                for key, one in held.items():
+                    yield f"{path}.{key}", one
+            else:
+                yield path, at if isinstance(at, Closed) else Closed(at)
+
+    def _inside(self, path: str, at: Any) -> list[tuple[str, Any]] | None:
+        inner = state_in(path, at)
+        if inner is None:
+            return None
+        return [
+            (where, one)
+            for where, one in inner
+            if not isinstance(one, (type, FunctionType)) and not self._is_apart(one)
+        ]
+
+    def _look_of(self, value: Any) -> Look:
+        if isinstance(value, Closed):
+            trace = Trace(value.value)
+            return lambda now: isinstance(now, Closed) and trace.is_of(now.value, whole=True)
+        return whole_look(value, skipped=self._is_apart)
+
+
+def whole_look(value: Any, *, skipped: Callable[[Any], bool]) -> Look:
+    """Return a comparison with ``value`` as it is now; of much data, with a part of it."""
+    if isinstance(value, np.memmap) and not value.flags.writeable:
+        return lambda now: now is value  # to read parts of it would wait for its disk
+    if isinstance(value, np.ndarray) and value.nbytes > _BYTES_MAX:
+        return _sampled(value)
+    if isinstance(value, (list, tuple)) and _ENTRIES_MAX < len(value) <= _NUMBERS_MAX:
+        copied = tuple(value)
+        if set(map(type, copied)) <= LEAVES:
+            return lambda now: type(now) is type(value) and tuple(now) == copied
+    if isinstance(value, (list, tuple, dict, set)) and _entries(value) > _ENTRIES_MAX:
+        size = len(value)
+        return lambda now: now is value and len(value) == size
+    return kept_of(value, with_contents=False, skipped=skipped).is_in
+
+
+def _sampled(value: np.ndarray[Any, Any]) -> Look:
+    every = math.ceil(value.size / _ENTRIES_MAX)
+    before = value.reshape(-1)[::every].tobytes()
+    return lambda now: now is value and value.reshape(-1)[::every].tobytes() == before
+
+
+def _entries(value: Any, depth: int = 4) -> int:
+    """About how many values there are within, numbers of arrays too."""
+    if isinstance(value, np.ndarray):
+        return value.size
+    if not isinstance(value, (list, tuple, dict, set)):
+        return 1
+    if not depth or len(value) > _ENTRIES_MAX:
+        return len(value)
+    inner = value.values() if isinstance(value, dict) else value
+    return 1 + sum(_entries(one, depth - 1) for one in inner)
+
+
+class DataWatch:
+    """Names changes in the data of one process that a replaced rank would lack.
+
+    ``owners``: the objects that are looked at, by name. ``note`` is called with the names of what has changed.
+    ``is_kept``: finds objects that are kept with the run's state.
+    """
+
+    def __init__(
+        self,
+        owners: Mapping[str, Any],
+        *,
+        is_kept: Callable[[Any], bool] = lambda _: False,
+        note: Callable[[list[str]], object],
+    ) -> None:
+        ids = set(map(id, owners.values()))
+
+        def is_apart(value: Any) -> bool:
+            return id(value) in ids or isinstance(value, (DataLoader, io.IOBase)) or is_kept(value)
+
+        def values() -> dict[str, Any]:
+            return _values_of(owners)
+
+        self._note = note
+        self._between_passes = _Remembered(values, is_apart=is_apart)
+        self._between_draws = _Remembered(values, is_apart=is_apart)
+        self._left: list[str] = []  # changed in the pass that has ended
+        self._draws = 0
+        self._began_s, self._looked_s = time.monotonic(), 0.0
+        self._has_looked = False  # after the newest draw
+
+    def pass_ends(self) -> None:
+        """Look before ``set_epoch()`` and the seeds of the next pass."""
+        self._has_looked = False
+        self._left = self._between_passes.changed()
+
+    def pass_begins(self) -> None:
+        """Look after ``set_epoch()`` and the seeds: every process sets what they set."""
+        # INVARIANT pass-leaves-nothing: data that a pass has changed makes a run inexact once a new process begins a later pass.
+        # Broken if: it is compared only within a pass, which a replacement loads again from its beginning.
+        # Guarded by: test_what_a_pass_leaves_behind_is_named.
+        again = {*self._between_passes.changed()}
+        self._note_names([name for name in self._left if name not in again])
+
+    def draws(self) -> None:
+        """Look before a draw, if the look after the one before was made: the loop's body was between them."""
+        if self._has_looked:
+            self._has_looked = False
+            began_s = time.monotonic()
+            self._note_names(self._between_draws.changed())
+            self._looked_s += time.monotonic() - began_s
+
+    def drawn(self) -> None:
+        """Look after some of the draws."""
+        self._draws += 1
+        count, now_s = self._draws, time.monotonic()
+        is_due = count <= _LOOKS_IN_A_ROW or not count & (count - 1)
+        if is_due and self._looked_s <= _LOOKED_MIN_S + _LOOKED_SHARE * (now_s - self._began_s):
+            self._between_draws.changed()
+            self._has_looked = True
+            self._looked_s += time.monotonic() - now_s
+
+    @contextlib.contextmanager
+    def around_call(self) -> Iterator[None]:
+        """Look before and after a call of the program's code that draws nothing."""
+        self._between_draws.changed()
+        yield
+        self._has_looked = False
+        self._note_names(self._between_draws.changed())
+
+    def _note_names(self, names: list[str]) -> None:
+        if names:
+            for one in (self._between_passes, self._between_draws):
+                one.forget(names)
+            self._note([f"`{name}`" for name in names])
+
+
+def owners_of(batches: Iterable[Any]) -> dict[str, Any]:
+    """Return the objects that determine the batches, each once: loader, dataset, samplers and collate function."""
+    batch_sampler = getattr(batches, "batch_sampler", None)
+    found = {
+        "batches": batches,
+        "dataset": getattr(batches, "dataset", None),
+        "sampler": getattr(batches, "sampler", None),
+        "batch_sampler": batch_sampler,
+        "batch_sampler.sampler": getattr(batch_sampler, "sampler", None),
+        "collate_fn": getattr(batches, "collate_fn", None),
+    }
+    first = {id(one): name for name, one in reversed(found.items())}
+    return {name: one for name, one in found.items() if one is not None and first[id(one)] == name}
+
+
+def watched_in(batches: Iterable[Any]) -> dict[str, Any]:
+    """Return those of them that only the program changes: a library's loader counts its passes."""
+    owners = owners_of(batches)
+    if not own_classes(batches):
+        del owners["batches"]
+    return owners
+
+
+def _values_of(owners: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, owner in owners.items():
+        at = owner.__self__ if isinstance(owner, MethodType) else owner
+        values = {
+            key: value
+            for kind in reversed(own_classes(at))  # what an attribute is until it is set
+            for key, value in attributes_of(kind).items()
+            if type(value) in _OF_DATA
+        }
+        found |= {f"{name}.{key}": value for key, value in {**values, **attributes_of(at)}.items()}
+    return found
+
+
+class _Remembered(HeldValues):
+    """Looks at data; a cache that fills and a file that is opened on first use do not count as state."""
+
+    def _look_of(self, value: Any) -> Look:
+        if value is None:
+            return lambda now: type(now) not in _OF_DATA and not isinstance(now, _DATA)
+        if type(value) in (dict, list):
+            return _filling(value)
+        return super()._look_of(value)
+
+
+def _filling(value: dict[Any, Any] | list[Any]) -> Look:
+    """Return a comparison that lets a dict gain entries, and None become a value."""
+    every = math.ceil(len(value) / _ENTRIES_MAX) or 1
+    pairs = value.items() if isinstance(value, dict) else enumerate(value)
+    before = [(key, one) for key, one in itertools.islice(pairs, 0, None, every) if one is not None]
+    looks = [(key, _entry_look(one, is_whole=len(before) <= _WHOLE_MAX)) for key, one in before]
+    size = len(value)
+
+    def is_same(now: Any) -> bool:
+        if type(now) is not type(value) or (isinstance(now, list) and len(now) != size):
+            return False
+        try:
+            return all(look(now[key]) for key, look in looks)
+        except KeyError:
+            return False
+
+    return is_same
+
+
+def _entry_look(value: Any, *, is_whole: bool) -> Look:
+    if is_whole:
+        return kept_of(value, with_contents=False).is_in
+    if type(value) in LEAVES:
+        return lambda now: type(now) is type(value) and now == value
+    return lambda now: now is value
