@@ -136,7 +136,7 @@ class TrainState:
         self.room: dict[int, dict[str, Tensor]] = {}
         self.lost: list[str] = []  # of the model's own, what could not be put back
         self.carried: list[str] = []  # what steps use and no other process has, in words
-        self._carried_lost: set[str] = set()  # those that were reported
+        self._carried_of_data, self._carried_lost = list[str](), set[str]()  # the latter: reported
         self._has_formed = self.began_again = False  # the latter: this process, or a step of it
         self.only_trained = only_trained
         self.figures: dict[str, float] = {}  # of the newest evaluation, by name
@@ -563,9 +563,16 @@ class TrainState:
         self._carried_lost.update(found)
         return found
 
-    def note_carried(self, names: Iterable[str]) -> None:
-        """Take note that these change from step to step, and are not kept."""
+    def take_carried_of_data(self) -> list[str]:
+        """Return what a new process that loads data lacks, and was not returned before."""
+        found = [one for one in self._carried_of_data if one not in self._carried_lost]
+        self._carried_lost.update(found)
+        return found
+
+    def note_carried(self, names: Iterable[str], *, of_data: bool = False) -> None:
+        """Take note that these change from step to step, and are not kept. ``of_data``: loader workers have it, too."""
         self.carried += [one for one in dict.fromkeys(names) if one not in self.carried]
+        self._carried_of_data += names if of_data else ()
 
     def _take_not_put_back(self) -> list[str]:
         found, self.lost = [f"model.{name}" for name in self.lost], []

@@ -53,6 +53,8 @@ from ddp_runner.training.state import Progress
 from ddp_runner.training.task_steps import TaskSteps
 from ddp_runner.training.workload import build_workload
 
+_DRAWS = "a cache of random draws in the dataset"
+_CURE_OF_DRAWS = "cache a sample before its random changes"
 _CURE_OF_DATA = "compute what depends on the step or epoch in loss(model, batch, context)"
 
 
@@ -178,8 +180,10 @@ class TaskClient(RankClient):
         assert self._steps is not None, "a step is made in a generation"
         return self._steps.make(micro_batches, votes=votes)
 
-    def _note_data(self, names: list[str]) -> None:
-        line = note_carried(self._parts.state, names, cure=_CURE_OF_DATA, when="during training")
+    def _note_data(self, names: list[str], cure: str = _CURE_OF_DATA) -> None:
+        line = note_carried(
+            self._parts.state, names, cure=cure, when="during training", of_data=True
+        )
         if line and self._rank_info.rank == 0:
             self._runtime.logger.warning(line, step=self._parts.state.committed_step)
         report_lost_carried(self._parts)
@@ -187,6 +191,8 @@ class TaskClient(RankClient):
     def compare(self, group: Group) -> None:
         """Compare samples: a step is of the same ones whoever loads them."""
         self._parts.same_data.compare(group, self._parts.loader)
+        if self._parts.same_data.keeps_draws:
+            self._note_data([_DRAWS], _CURE_OF_DRAWS)
 
     def agree(self, group: Group, *, is_first: bool) -> None:
         """Agree on the tuning, and take over what is known of bad samples."""

@@ -79,12 +79,39 @@ class HarderData(TensorDataset):
         return x + self.level * x.sin(), y
 
 
-class RisingTask(CarelessTask):
-    """After each epoch its rows are a little harder."""
+class DrawingData(TensorDataset):
+    """Rows with noise of their own in each epoch."""
+
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        return x + 0.3 * torch.randn(8), y
+
+
+class CachingData(DrawingData):
+    """Rows with the noise that they had at first."""
+
+    def __init__(self, *tensors):
+        super().__init__(*tensors)
+        self.cache = {}
+
+    def __getitem__(self, index):
+        if index not in self.cache:
+            self.cache[index] = super().__getitem__(index)
+        return self.cache[index]
+
+
+KINDS = {"harder": HarderData, "drawing": DrawingData, "caching": CachingData}
+
+
+class UnkeptTask(CarelessTask):
+    """Its rows are of one of the kinds above; after each epoch they are a little harder."""
+
+    def __init__(self, kind="harder"):
+        self.kind = KINDS[kind]
 
     def build_datasets(self):
         x = torch.randn(240, 8)
-        self.rows = HarderData(x, x[:, :2].sum(1, keepdim=True))
+        self.rows = self.kind(x, x[:, :2].sum(1, keepdim=True))
         return Datasets(train=self.rows)
 
     def loss(self, model, batch):
@@ -92,7 +119,8 @@ class RisingTask(CarelessTask):
         return super().loss(model, batch)
 
     def on_epoch_end(self, context):
-        self.rows.level += 0.1
+        if self.kind is HarderData:
+            self.rows.level += 0.1
 
     def figures(self, loss):
         return {}

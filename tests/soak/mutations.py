@@ -286,6 +286,11 @@ MUTATIONS = (
         after="def pass_ends(self)",
     ),
     _break(
+        "loaded-as-never-before",
+        "self.keeps_draws = len(later) > 1",
+        "self.keeps_draws = len(later) > 9",
+    ),
+    _break(
         "update-is-repeated",
         "self._unlike = first_unlike",
         "first_unlike",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
@@ -298,10 +298,12 @@ def report_large_local(parts: RankParts) -> None:
         parts.runtime.logger.info(line, step=parts.state.committed_step)
 
 
-def note_carried(state: TrainState, names: Iterable[str], *, cure: str, when: str) -> str:
+def note_carried(
+    state: TrainState, names: Sequence[str], *, cure: str, when: str, of_data: bool = False
+) -> str:
     """Take note that ``names`` change from step to step and are not kept; return a warning of those that are new."""
     found = [one for one in names if one not in state.carried]
-    state.note_carried(found)
+    state.note_carried(found, of_data=of_data)
     if not found:
         return ""
     shown, change, be = found[0], "changes", "is"

@@ -38,6 +38,7 @@ from ddp_runner.training.workload import TaskWorkload
 # From when the samples begin to be loaded. A repair is not to be held up.
 PATIENCE_S = 5.0
 PATIENCE_OF_REPAIR_S = 1.0
+LATER_S = 0.3  # for a sample in two epochs
 OWN_RANDOMNESS = (
     "different when it is loaded again: its dataset has its own random generator, or reads the"
     " time; use the global generators, which are seeded for each sample"
@@ -57,10 +58,11 @@ class DataLook:
     """The facts that a rank has seen of its data; ``record``: the comparable ones, as plain values by name.
 
     ``unlike_itself``: a sample that differed when it was loaded again. ``unseen``: why
-    samples are not compared, by name.
+    samples are not compared, by name. ``later``: the hash of a sample as the second epoch has it.
     """
 
     record: Record
+    later: str = ""
     unlike_itself: str = ""
     unseen: Mapping[str, str] = field(default_factory=dict)
 
@@ -92,6 +94,8 @@ class SameData:
         self._unseen: dict[int, str] = {}
         self._unlike: int | None = None
         self._unlike_itself = ""  # of any rank
+        self._later = ""  # see DataLook
+        self.keeps_draws = False  # the dataset keeps what a sample has drawn in an epoch before
         self._has_reported = False
         self.record: Record = {}  # what the ranks have agreed on
         is_off = settings.data.compare_samples == "off"
@@ -103,7 +107,7 @@ class SameData:
         self._samples = tuple(dict.fromkeys(_looked_at(workload.order.dataset_size)))
         # The first one once more; a replacement need not know that of its dataset where others do.
         again = () if self._is_repair and not runtime.rank_info.loads else self._samples[:1]
-        self._left = [*self._samples, *again]  # to be loaded, in this order
+        self._left = [*map(_key, (*self._samples, *again)), *self._of_two_epochs()]  # in this order
         rank_info = runtime.rank_info
         self._has_workers = (
             worker_count(
@@ -115,6 +119,15 @@ class SameData:
         )
         if not self._has_workers or not self._is_repair or rank_info.loads:
             self._begin()
+
+    def _of_two_epochs(self) -> list[BatchKey]:
+        """Return loads of one more sample: odd ranks load it for the second epoch alone, even ranks for the first before."""
+        order, rank_info = self._workload.order, self._runtime.rank_info
+        index = order.dataset_size // 3
+        has_epochs = self._workload.length.total_steps > order.steps_per_epoch
+        if self._is_repair or not has_epochs or index in self._samples or rank_info.world_size == 1:
+            return []
+        return [_key(index), _key(index, epoch=1)][rank_info.rank % 2 :]
 
     def _begin(self) -> None:
         self._began_s = time.monotonic()
@@ -129,7 +142,7 @@ class SameData:
         # INVARIANT handles-in-workers: with loader workers no sample is loaded in the rank itself.
         # Broken if: the samples to compare are loaded here; workers would share what that has opened.
         # Guarded by: test_what_a_dataset_opens_is_opened_in_workers_only.
-        keys = [_key(index) for index in self._left]
+        keys = list(self._left)
         pool = PoolSettings(
             rank=self._runtime.rank_info.rank,
             workers=1,
@@ -147,14 +160,15 @@ class SameData:
             self._not_seen("a process ended as it loaded one")
             return
         patience_s = PATIENCE_OF_REPAIR_S if self._is_repair else PATIENCE_S
-        for index in list(self._left):
-            if time.monotonic() > self._began_s + patience_s:
+        for key in list(self._left):
+            is_of_later = key.indices[0] not in self._samples
+            if time.monotonic() > self._began_s + (LATER_S if is_of_later else patience_s):
                 self._not_seen(f"not loaded within {patience_s:g} s")
                 return
-            slot.set(Cell.SAMPLE, index + 1)
-            found = source.load_here(_key(index))
+            slot.set(Cell.SAMPLE, key.indices[0] + 1)
+            found = source.load_here(key)
             slot.set(Cell.SAMPLE, 0)
-            self._seen(index, found)
+            self._seen(key, found)
 
     def look(self) -> DataLook:
         """Return what this rank has seen. Waits for it, seconds at most; a process looks once.
@@ -179,8 +193,10 @@ class SameData:
         try:
             while self._left:
                 left_s = max(0.0, by_s - time.monotonic())
-                key, found = pool.next(timeout_s=left_s, on_wait=self._on_wait)
-                self._seen(key.indices[0], found)
+                if self._left[0].indices[0] not in self._samples:
+                    left_s = min(left_s, LATER_S)
+                _, found = pool.next(timeout_s=left_s, on_wait=self._on_wait)
+                self._seen(self._left[0], found)  # one worker gives them in their order
         except BatchLateError:
             self._not_seen(f"not loaded within {PATIENCE_S:g} s")
         except PoolError as error:
@@ -189,9 +205,12 @@ class SameData:
                 LoaderKills(KernelKills()).has_killed(pool, error.worker)
             self._not_seen(str(error))
 
-    def _seen(self, index: int, found: list[str] | SampleFailed) -> None:
-        self._left.remove(index)
-        if isinstance(found, SampleFailed):
+    def _seen(self, key: BatchKey, found: list[str] | SampleFailed) -> None:
+        self._left.remove(key)
+        index = key.indices[0]
+        if index not in self._samples:
+            self._later = "" if isinstance(found, SampleFailed) or key.epoch == 0 else found[0]
+        elif isinstance(found, SampleFailed):
             self._unseen[index] = found.error
         elif not found[0]:
             self._unseen[index] = "it holds a type whose content is not known"
@@ -201,7 +220,10 @@ class SameData:
             self._unlike = index
 
     def _not_seen(self, why: str) -> None:
-        self._unseen |= {index: why for index in self._left if index not in self._hashes}
+        left = [key.indices[0] for key in self._left]
+        self._unseen |= {
+            index: why for index in left if index in {*self._samples} - {*self._hashes}
+        }
         self._left.clear()
 
     def _concluded(self) -> DataLook:
@@ -209,7 +231,7 @@ class SameData:
         if self._unlike is not None:
             return DataLook(record=self._known, unlike_itself=_named(self._unlike), unseen=unseen)
         hashes = {_named(index): one for index, one in sorted(self._hashes.items())}
-        return DataLook(record={**self._known, **hashes}, unseen=unseen)
+        return DataLook(record={**self._known, **hashes}, unseen=unseen, later=self._later)
 
     def close(self) -> None:
         """End the worker that loads. May be called again."""
@@ -226,14 +248,19 @@ class SameData:
         """
         is_first = is_first_generation(group.membership.generation, self._settings.stage)
         answers = self._exchange(group, looks=is_first)
-        if not any(has_looked for _, _, _, has_looked in answers):
+        if not any(has_looked for *_, has_looked in answers):
             answers = self._exchange(group, looks=True)
-        self._unlike_itself = next((name for _, _, name, _ in answers if name), "")
+        self._unlike_itself = next((name for _, _, name, *_ in answers if name), "")
         records: dict[int, Record] = {
             rank: _without_samples(record) if self._unlike_itself else record
-            for rank, record, _, _ in answers
+            for rank, record, *_ in answers
         }
         self.record, odd = agreed(records)
+        # INVARIANT loaded-as-never-before: a sample does not depend on whether an earlier epoch has loaded it.
+        # Broken if: its dataset keeps what it has drawn: a new process draws again, and nobody compares.
+        # Guarded by: test_what_a_new_process_of_the_data_lacks_is_named.
+        later = {text for *_, text, _ in answers if text}
+        self.keeps_draws = len(later) > 1 and not self._unlike_itself and not odd
         if group.rank == 0 and not self._has_reported:
             self._report_unlike(is_first=is_first)
         self._has_reported = True
@@ -246,20 +273,19 @@ class SameData:
             else:
                 self._look = DataLook(record=self._known, unlike_itself=self._unlike_itself)
 
-    def _exchange(self, group: Group, *, looks: bool) -> list[tuple[int, Record, str, bool]]:
+    def _exchange(self, group: Group, *, looks: bool) -> list[tuple[int, Record, str, str, bool]]:
         look = self.look() if looks or self._pool is not None else self._look
-        record = self._known if look is None else look.record
-        unlike = "" if look is None else look.unlike_itself
-        mine = json.dumps([self._runtime.rank_info.rank, record, unlike, look is not None])
+        found = DataLook(record=self._known) if look is None else look
+        rank = self._runtime.rank_info.rank
+        mine = json.dumps([rank, found.record, found.unlike_itself, found.later, look is not None])
         return [tuple(json.loads(answer)) for answer in group.exchange("data", mine)]
 
     def _seen_by_loader(self, found: Mapping[int, list[str] | SampleFailed]) -> None:
         """Use what a replacement's workers have seen before its first batch."""
         if not self._left:
             return  # a look of the ranks together came before it
-        for index, one in found.items():
-            if index in self._left:
-                self._seen(index, one)
+        for key in [key for key in self._left if key.indices[0] in found]:
+            self._seen(key, found[key.indices[0]])
         self._left.clear()
         self._look = replace(self._concluded(), unlike_itself=self._unlike_itself)
         if not differences(self.record, self._look.record):
@@ -275,7 +301,7 @@ class SameData:
     def _seen_in_one_worker(self) -> DataLook:
         """The samples once more, in the order in which they were loaded at the start of the run."""
         self._hashes, self._unseen, self._unlike = {}, {}, None
-        self._left = list(self._samples)
+        self._left = [*map(_key, self._samples)]
         self._begin()
         try:
             self._collect()
@@ -397,8 +423,8 @@ def _looked_at(count: int) -> tuple[int, int, int]:
     return 0, count // 2, count - 1
 
 
-def _key(index: int) -> BatchKey:
-    return BatchKey(epoch=0, indices=(index,), hashed=True)
+def _key(index: int, *, epoch: int = 0) -> BatchKey:
+    return BatchKey(epoch=epoch, indices=(index,), hashed=True)
 
 
 def _named(index: int) -> str:

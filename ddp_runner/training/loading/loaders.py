@@ -89,7 +89,7 @@ def make_loader(
             on_workers=lambda pids: runtime.report(
                 LoaderWorkers(rank=rank_info.rank, pids=tuple(pids))
             ),
-            on_repaired=lambda repaired: _report_repair(repaired, runtime),
+            on_repaired=lambda repaired: _report_repair(_with_lost(repaired, state), runtime),
             on_wait=on_wait,
             on_sample=_stamping(
                 runtime, sign=1, is_stream=isinstance(state.stream, StreamPosition)
@@ -356,6 +356,14 @@ def _left_waiting(runtime: Runtime) -> Fault:
         cause="told to leave while it waited for data",
         at_ns=time.monotonic_ns(),
     )
+
+
+def _with_lost(repaired: LoadingRepaired, state: TrainState) -> LoadingRepaired:
+    """Return the repair, not exact if its new workers lack what the data has kept in the old ones."""
+    lost = state.take_carried_of_data()
+    if repaired.inexact_reason or not lost:
+        return repaired
+    return replace(repaired, inexact_reason=f"new loader workers lack {', '.join(lost)}")
 
 
 def _report_repair(repaired: LoadingRepaired, runtime: Runtime) -> None:
