@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -384,7 +384,7 @@ class TrainState:
         self.buffers.keep()  # after it: buffers that are not saved come from there, and a skipped step puts them back
         self.start = self.start or dict(start_record(state))
         self.is_rehearsed = bool(state.get("rehearsed", False))
-        self.note_carried(map(str, state.get("carried", ())))
+        self.note_carried([*map(str, state.get("carried", ()))])
         self.local.go_to(
             committed_step, state.get(LOCAL), is_begin=committed_step == self.first_step
         )
@@ -569,10 +569,11 @@ class TrainState:
         self._carried_lost.update(found)
         return found
 
-    def note_carried(self, names: Iterable[str], *, of_data: bool = False) -> None:
+    def note_carried(self, names: Sequence[str], *, of_data: bool = False) -> None:
         """Take note that these change from step to step, and are not kept. ``of_data``: loader workers have it, too."""
         self.carried += [one for one in dict.fromkeys(names) if one not in self.carried]
-        self._carried_of_data += names if of_data else ()
+        if of_data:
+            self._carried_of_data = list(dict.fromkeys([*self._carried_of_data, *names]))
 
     def _take_not_put_back(self) -> list[str]:
         found, self.lost = [f"model.{name}" for name in self.lost], []

@@ -168,7 +168,9 @@ class TaskSteps:
         batches = self._loader.take(step)
         self._data.drawn()
         if self._loader.counted:
-            self._state.side.note_counted(f"data.{name}" for name in self._loader.counted)
+            counted = [f"data.{name}" for name in self._loader.counted]
+            self._state.note_carried(counted, of_data=True)
+            report_lost_carried(self._parts)
         return self._arrived(batches)
 
     def settle(self) -> None:

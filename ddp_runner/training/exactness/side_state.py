@@ -392,11 +392,6 @@ class SideState:
             self._followed[name] = self._now(name)  # a step may be given up before the next commit
         self._take_picture(is_compared=True)
 
-    def note_counted(self, names: Iterable[str]) -> None:
-        """What nobody keeps changes as well: numbers of the data, in this process or in one of its workers."""
-        if new := {*names} - {*self.opaque}:
-            self.opaque = sorted({*self.opaque, *new})
-
     def look_again(self, *, whole: bool = False) -> None:
         """The same between two steps, if one was committed since: what is saved or compared lacks nothing."""
         if self._pictured_step != self._step or whole:
