@@ -113,6 +113,7 @@ def run(words: Sequence[str]) -> int:
     keys = take_keys(arguments.files)
     plan = plan_launch(arguments, words=words, has_modes=False)
     refuse_stages(plan.settings, "are for a task")
+    _refuse_of_optimizer(plan)
     plan = replace(plan, notes=(*keys, *said, *plan.notes))
     token_file = dict(arguments.nodes).get("--token-file", "")
     if plan.nodes is not None:
@@ -226,6 +227,18 @@ def _refuse_of_loops(words: _Words) -> None:
     if refused := sorted(set(OF_ATTACHED) & {one.partition("=")[0] for one in words.shared}):
         expected = "needs a loop that calls ddp_runner.attach(), which the script does not"
         raise BadInputError(refused[0], "", expected)
+
+
+def _refuse_of_optimizer(plan: LaunchPlan) -> None:
+    given = sorted(
+        name
+        for name, origin in plan.origins.items()
+        if name.startswith("optim.") and origin == "command line"
+    )
+    if given:
+        value = getattr(plan.settings.optim, given[0].removeprefix("optim."))
+        expected = "is for a task: the program makes its own optimizer"
+        raise BadInputError(given[0], value, expected)
 
 
 def _refuse_mode(settings: Settings, *, ranks: int) -> None:

@@ -101,6 +101,13 @@ def test_stages_of_a_loop_are_refused_on_several_machines_too(plan_in, tmp_path)
         plan_in("node0", options=("--config", str(tmp_path / "stages.yaml")))
 
 
+@pytest.mark.parametrize("program", [PROGRAM, "print('a script')\n"])
+def test_a_setting_of_the_optimizer_is_refused_for_a_program(plan_in, program):
+    """It would change nothing. In a file that tasks share it may stand."""
+    with pytest.raises(BadInputError, match=r"optim\.learning_rate=0\.5: is for a task: the"):
+        plan_in("node0", options=("learning_rate=0.5",), program=program)
+
+
 def test_in_place_is_for_a_script_that_names_trainer(plan_in, monkeypatch):
     """The script's text calls no attach(): its Trainer does. Without the library it is refused."""
     program = "from transformers import Trainer\n"
