@@ -60,11 +60,12 @@ class CountedReads:
             return
         self._looks.append(self._numbers())
         if len(self._looks) > COUNTED_LOADS:
-            first = self._looks[0]
+            # From the first load on: until then a number may stand in its class alone.
+            first = self._looks[1]
             self.names = tuple(".".join(map(str, path)) for path in first if self._grows(path))
 
     def _grows(self, path: Path) -> bool:
-        values = [look.get(path) for look in self._looks]
+        values = [look.get(path) for look in self._looks[1:]]
         if None in values:
             return False
         pairs: list[tuple[Any, Any]] = [*pairwise(values)]

@@ -33,6 +33,7 @@ from ddp_runner.training.components.sync_batchnorm import Peers
 from ddp_runner.training.components.tuning import AdaptRules, adapt
 from ddp_runner.training.exactness.first_step import (
     FirstStep,
+    note_counted,
     report_inexact,
     report_large_local,
     report_lost_carried,
@@ -167,10 +168,7 @@ class TaskSteps:
         self._data.draws()
         batches = self._loader.take(step)
         self._data.drawn()
-        if self._loader.counted:
-            counted = [f"data.{name}" for name in self._loader.counted]
-            self._state.note_carried(counted, of_data=True)
-            report_lost_carried(self._parts)
+        note_counted(self._parts, self._loader.counted)
         return self._arrived(batches)
 
     def settle(self) -> None:

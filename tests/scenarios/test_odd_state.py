@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.scenarios.harness import Run
+from tests.scenarios.test_attached import run_loop
 
 TASKS = Path(__file__).with_name("odd_state.py")
 SETTINGS = (
@@ -88,3 +89,40 @@ def test_a_dataset_that_keeps_what_it_reads_is_not_named(tmp_path, calm):
     """Control, in the rank itself: its attributes change in every read, and none of them is counted up."""
     run = _killed(tmp_path, "ReadsCached")
     assert (run.digest, run.summary()["exact"]) == (calm("ReadsCached"), True)
+
+
+COUNTING = """
+import time
+import torch
+import ddp_runner
+class Reads(torch.utils.data.Dataset):
+    reads = 0
+    def __len__(self):
+        return 64
+    def __getitem__(self, index):
+        self.reads += 1
+        return torch.ones(4) * (index + self.reads)
+run = ddp_runner.attach()
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+net = run.ddp(model)
+run.keep(model=model, optimizer=optimizer)
+for batch in run.steps(run.loader(Reads(), batch_size=2), max_steps=40):
+    with run.step():
+        net(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loop_s_dataset_that_counts_its_reads_is_named(tmp_path, workers):
+    """By the loader of the run, as a task's."""
+    (own := tmp_path / "counting.py").write_text(COUNTING, encoding="utf-8")
+    options = (f"num_workers={workers}", "--inject", "kill:rank=1,step=25")
+    with run_loop(tmp_path, loop=own, options=options) as run:
+        assert run.wait() == 0, run.console
+    summary = run.summary()
+    assert summary["exact"] is False
+    assert "data.reads" in " ".join(summary["inexact_reasons"])

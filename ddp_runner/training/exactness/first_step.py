@@ -315,6 +315,13 @@ def note_carried(
     )
 
 
+def note_counted(parts: RankParts, names: Sequence[str]) -> None:
+    """Take note of numbers that loads count up in the dataset, in this process or in its workers."""
+    if names:
+        parts.state.note_carried([f"data.{name}" for name in names], of_data=True)
+        report_lost_carried(parts)
+
+
 def report_lost_carried(parts: RankParts, *, went_back: bool = False) -> None:
     """Report what is carried from step to step and is lost by now: all of it if this process ``went_back``."""
     parts.state.began_again |= went_back

@@ -178,6 +178,11 @@ class SafeBatches:
         return self._loader.waited_s
 
     @property
+    def counted(self) -> tuple[str, ...]:
+        """The numbers that loads count up in the dataset, once that is known."""
+        return self._loader.counted
+
+    @property
     def worker_pids(self) -> tuple[int, ...]:
         """The pids of the loader's workers."""
         return self._loader.worker_pids
@@ -208,6 +213,8 @@ class OwnBatches:
     sampler was given begins each pass from its first seed and the pass's number. A pass is an epoch, where the
     batches have a length; else the next one begins when they end.
     """
+
+    counted: tuple[str, ...] = ()  # ``watch`` names what loads count up
 
     def __init__(
         self,

@@ -16,6 +16,11 @@ class Batches(Feed, Protocol):
     watch: DataWatch | None
 
     @property
+    def counted(self) -> tuple[str, ...]:
+        """The numbers that loads count up in the dataset; one that a replaced rank counts from 0."""
+        ...
+
+    @property
     def worker_pids(self) -> tuple[int, ...]:
         """The pids of processes that load for this rank, and that it must end."""
         ...

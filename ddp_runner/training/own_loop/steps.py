@@ -33,6 +33,7 @@ from ddp_runner.training.beside_steps import BesideSteps
 from ddp_runner.training.components.buffers import is_spread
 from ddp_runner.training.components.sync_batchnorm import Peers
 from ddp_runner.training.exactness.first_step import (
+    note_counted,
     report_large_local,
     report_lost_carried,
     report_lost_local,
@@ -149,6 +150,7 @@ class LoopSteps:
         slot.stamp(Phase.DATA, time.monotonic_ns())
         self._runtime.logger.step = step
         batches = self._parts.loader.take(step)
+        note_counted(self._parts, self._parts.loader.counted)
         slot.stamp(Phase.FORWARD, time.monotonic_ns())
         self._watched.begin(batches)
         return batches
