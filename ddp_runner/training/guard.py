@@ -354,26 +354,34 @@ class NumericsGuard:
             suspect = "a state that is not kept" if has_replaced else "a device"
             why = f"again after going back to step {checkpoint_step}: suspect {suspect}"
         if why:
-            raise FaultError(
-                Fault(
-                    kind=FaultKind.REPLICA_DIVERGED,
-                    rank=self._group.rank,
-                    step=step,
-                    cause=f"the replicas differ, no majority agrees, {why}",
-                    at_ns=time.monotonic_ns(),
-                    may_retry=False,
-                )
+            raise self._undecided(step, why)
+        try:
+            self._roll_back(
+                "the replicas differ and no majority agrees",
+                kind=FaultKind.REPLICA_DIVERGED,
+                rate_factor=self._state.tuning.rate_factor,
+                inexact=f"the replicas differed at step {step}, where ranks had been replaced: a state that is not kept"
+                if has_replaced
+                else "",
             )
-        self._roll_back(
-            "the replicas differ and no majority agrees",
-            kind=FaultKind.REPLICA_DIVERGED,
-            rate_factor=self._state.tuning.rate_factor,
-            inexact=f"the replicas differed at step {step}, where ranks had been replaced: a state that is not kept"
-            if has_replaced
-            else "",
-        )
+        except FaultError as error:  # a loop cannot begin again by itself
+            if error.fault.kind is not FaultKind.CHECKPOINT_BAD:
+                raise
+            raise self._undecided(step, f"and {error.fault.cause}") from None
         self._step_rolled_back_to = self._state.committed_step
         self._rollbacks_there += 1
+
+    def _undecided(self, step: int, why: str) -> FaultError:
+        return FaultError(
+            Fault(
+                kind=FaultKind.REPLICA_DIVERGED,
+                rank=self._group.rank,
+                step=step,
+                cause=f"the replicas differ, no majority agrees, {why}",
+                at_ns=time.monotonic_ns(),
+                may_retry=False,
+            )
+        )
 
     def _step_to_go_back_to(self) -> int:
         """Return the newest step on rank 0's disk, or EMPTY_STEP; every rank must call it."""
