@@ -171,3 +171,14 @@ def test_what_the_loop_changes_in_its_data_is_named(at):
         found.append(step)
 
     assert names_in(loader(data), passes=2, between=body) == ["`dataset.scale`"]
+
+
+def test_an_epoch_that_a_framework_sets_before_the_pass_is_not_named():
+    """As Lightning does: the run then sets the same one, and so does a replaced rank."""
+    sampler = DistributedSampler(Samples(), 1, 0)
+
+    def body(step):
+        if (step + 1) % PER_PASS == 0:
+            sampler.set_epoch((step + 1) // PER_PASS)
+
+    assert names_in(loader(sampler=sampler), between=body) == []
