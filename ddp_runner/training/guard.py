@@ -350,23 +350,31 @@ class NumericsGuard:
         elif self._rollbacks_there == ROLLBACKS_WITHOUT_MAJORITY_MAX:
             why = f"again after going back to step {checkpoint_step}: suspect a device"
         if why:
-            raise FaultError(
-                Fault(
-                    kind=FaultKind.REPLICA_DIVERGED,
-                    rank=self._group.rank,
-                    step=step,
-                    cause=f"the replicas differ, no majority agrees, {why}",
-                    at_ns=time.monotonic_ns(),
-                    may_retry=False,
-                )
+            raise self._undecided(step, why)
+        try:
+            self._roll_back(
+                "the replicas differ and no majority agrees",
+                kind=FaultKind.REPLICA_DIVERGED,
+                rate_factor=self._state.tuning.rate_factor,
             )
-        self._roll_back(
-            "the replicas differ and no majority agrees",
-            kind=FaultKind.REPLICA_DIVERGED,
-            rate_factor=self._state.tuning.rate_factor,
-        )
+        except FaultError as error:  # a loop cannot begin again by itself
+            if error.fault.kind is not FaultKind.CHECKPOINT_BAD:
+                raise
+            raise self._undecided(step, f"and {error.fault.cause}") from None
         self._step_rolled_back_to = self._state.committed_step
         self._rollbacks_there += 1
+
+    def _undecided(self, step: int, why: str) -> FaultError:
+        return FaultError(
+            Fault(
+                kind=FaultKind.REPLICA_DIVERGED,
+                rank=self._group.rank,
+                step=step,
+                cause=f"the replicas differ, no majority agrees, {why}",
+                at_ns=time.monotonic_ns(),
+                may_retry=False,
+            )
+        )
 
     def _replace_all(self, step: int) -> NoReturn:
         """Have all processes replaced: they begin at a checkpoint, or at step 0, with equal hidden state."""

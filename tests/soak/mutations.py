@@ -281,8 +281,8 @@ MUTATIONS = (
     ),
     _break(
         "pass-leaves-nothing",
-        "self._left = self._between_passes.changed()",
-        "pass",
+        "self._left = [name for name in changed",
+        "self._left = [name for name in ()",
         after="def pass_ends(self)",
     ),
     _break(

@@ -269,6 +269,17 @@ def test_all_dead_go_back_and_a_later_fault_loses_nothing(simulate):
     ]
 
 
+def test_a_program_killed_for_a_repair_has_not_failed(simulate):
+    """Its rank had finished, and the last rank that had the state is lost before it finishes: both begin again."""
+    run = simulate(ranks=2, steps=20)
+    run.supervisor._goes_on_behind = True
+    run.run_until(lambda: any(handle.has_finished for handle in run.world.present))
+    (late,) = [handle.rank for handle in run.world.present if not handle.has_finished]
+    run.kill(late)
+    assert_done(run)
+    assert plans(run) == [(late, "rank_killed", (0, 1))]
+
+
 @pytest.mark.parametrize("word", ["best", "checkpoints/step_00000010.pt"])
 @pytest.mark.parametrize("published", [True, False])
 def test_a_checkpoint_that_nobody_could_report_is_not_passed_over(

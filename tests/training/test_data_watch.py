@@ -195,3 +195,14 @@ def test_what_loading_alone_changes_is_no_change_by_a_loss():
         data[index]
         watch.drawn()
     assert found == []
+
+
+def test_an_epoch_that_a_framework_sets_before_the_pass_is_not_named():
+    """As Lightning does: the run then sets the same one, and so does a replaced rank."""
+    sampler = DistributedSampler(Samples(), 1, 0)
+
+    def body(step):
+        if (step + 1) % PER_PASS == 0:
+            sampler.set_epoch((step + 1) // PER_PASS)
+
+    assert names_in(loader(sampler=sampler), between=body) == []

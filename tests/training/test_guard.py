@@ -292,6 +292,31 @@ def test_replicas_that_differ_before_the_first_save_start_once_more(tmp_path):
     assert log.count("no majority agrees: rolled back to step 0") == 1
 
 
+class WrongModelTask(WrongTask):
+    """Makes its model once, for good."""
+
+    def __init__(self, at):
+        super().__init__(at)
+        self._model = super().build_model()
+
+    def build_model(self):
+        return self._model
+
+
+def test_replicas_that_differ_with_no_way_back_are_named(tmp_path):
+    """The run ends because they differ, not for want of a checkpoint: none of their states is known to be right."""
+    config = settings(
+        tmp_path, task=f"{__file__}:WrongModelTask", replica_check_steps=5, save_interval=0,
+        **{"task.at": 3},
+    )  # fmt: skip
+    with hosted_store() as port:
+        ends = run_ranks(_end_in_a_world, 2, port, config)
+    kind, cause, may_retry = ends[0]
+    assert (kind, may_retry) == (FaultKind.REPLICA_DIVERGED, False)
+    assert cause.startswith("the replicas differ, no majority agrees, and ")
+    assert "gives the model that was trained instead of a new one" in cause
+
+
 class _Asking(LocalRuntime):
     """Asks once for what the test says, when so many steps are committed; a stop is asked for ever."""
 

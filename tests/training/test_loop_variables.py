@@ -33,14 +33,19 @@ class Loop:
 
     def __init__(self):
         self.kept = []
-        self.variables = LoopVariables(
-            is_kept=lambda value: any(value is one for one in (self, *self.kept))
-        )
+        self.variables = self.looking()
         self.found = []
         self.step_number = 0
 
+    def looking(self):
+        return LoopVariables(
+            is_kept=lambda value: any(value is one for one in (self, *self.kept)),
+            modules=[one for one in self.kept if isinstance(one, torch.nn.Module)],
+        )
+
     def keep(self, **objects):
         self.kept += objects.values()
+        self.variables = self.looking()
 
     def steps(self, batches):
         for batch in batches[:STEPS]:
@@ -218,6 +223,11 @@ CARRIED = {
         "ring = np.zeros(4)\n" + HEAD + "net(batch + float(ring.sum())).sum().backward()\n"
         "        ring[run.step_number % 4] = float(batch[0]) + 1",
     ),
+    "a list that limits gradients": (
+        "norms",
+        "norms = [1.0]\n" + HEAD + "net(batch).sum().backward()\n"
+        "        norm = nn.utils.clip_grad_norm_([w], min(norms)); norms.append(float(norm) + 1)",
+    ),
     "a curriculum that is used up": (
         "lengths",
         "lengths = [5, 4, 3, 2, 1, 0, 0]\n"
@@ -242,6 +252,11 @@ HARMLESS = {
     "    def set_postfix(self, **how): print(self.n, how)\nbar = Bar()\n"
     + HEAD
     + "loss = net(batch).sum(); loss.backward()\n        bar.update(1); bar.set_postfix(loss=loss.item())",
+    "an average that a bar is given by a name of the loop's": "class Bar:\n"
+    "    def set_postfix(self, **how): self.shown = how\nbar, mean = Bar(), 0.0\n"
+    + HEAD
+    + "loss = net(batch).sum(); loss.backward()\n        mean = 0.9 * mean + loss.item()\n"
+    "        bar.set_postfix(loss=mean)",
     "enumerate for a print": "for i, batch in enumerate(run.steps(loader)):\n    with run.step():\n"
     "        net(batch).sum().backward()\n        if i % 2 == 0: print(i)",
     "a meter": "class Meter:\n    def __init__(self): self.total = self.count = 0\n"
@@ -310,6 +325,65 @@ HARMLESS["a counter beside a rate that is shown"] = (
     f"{OPTIMIZER}n = 0\n{HEAD}net(batch).sum().backward()\n        opt.step()\n        n += 1\n"
     "        row = {'lr': opt.param_groups[0]['lr']}\n        row['n'] = n\n        print(row)"
 )
+
+
+KEPT = """\
+import copy
+model = nn.Linear(2, 3)
+run.keep(model=model)
+class Average:
+    def __init__(self): self.shadow = {name: one.clone() for name, one in model.state_dict().items()}
+    def update(self):
+        for name, one in model.state_dict().items(): self.shadow[name].mul_(0.9).add_(one + 1)
+average, best, weights, state = Average(), -1.0, None, None
+"""
+BEST = (
+    KEPT
+    + HEAD
+    + "loss = net(batch).sum(); loss.backward()\n        if loss.item() > best:\n            best = loss.item(); "
+)
+# Each affects no step, but is what the program is run for.
+RESULTS = {
+    "an average that the program saves": (
+        "average.shadow",
+        f"{KEPT}{HEAD}average.update()\ntorch.save(average.shadow, '/dev/null')",
+    ),
+    "an average that the loop saves": (
+        "average.shadow",
+        f"{KEPT}{HEAD}average.update()\n        if run.step_number == 3: torch.save(average.shadow, '/dev/null')",
+    ),
+    "the best weights": (
+        "weights",
+        f"{BEST}weights = copy.deepcopy(model.state_dict())\nmodel.load_state_dict(weights)",
+    ),
+    "the best model": ("weights", f"{BEST}weights = copy.deepcopy(model)\nprint(weights)"),
+    "a sum of weights in arrays": (
+        "weights",
+        f"{KEPT}weights = [np.zeros((3, 2)), np.zeros(3)]\n{HEAD}weights = [one + 1 for one in weights]\nprint(weights)",
+    ),
+}
+NO_RESULTS = {
+    "a state that is saved at once": f"{BEST}state = copy.deepcopy(model.state_dict()); torch.save(state, '/dev/null')",
+    "a state that is made again at the end": f"{BEST}state = model.state_dict()\nstate = model.state_dict()\nprint(state)",
+    "losses that are shown at the end": f"{KEPT}losses = []\n{HEAD}losses.append(net(batch).detach())\nprint(losses)",
+    "weights that are only compared": f"{KEPT}before = model.weight.clone(), model.bias.clone()\n{HEAD}"
+    "print(before[0].sum())\n        before = model.weight + 1, model.bias + 1",
+    "what stays as it is": f"{KEPT}first = copy.deepcopy(model)\n{HEAD}print(first)\nprint(first)",
+    "what a kept object holds": f"{KEPT}run.keep(average=average)\n{HEAD}average.update()\nprint(average.shadow)",
+}
+
+
+@pytest.mark.parametrize("kind", RESULTS)
+def test_weights_that_are_used_behind_the_loop_are_named(tmp_path, kind, capsys):
+    """A replaced rank would end with another average, or with other best weights, than the run without faults."""
+    name, source = RESULTS[kind]
+    assert names_found(tmp_path, source) == [name]
+
+
+@pytest.mark.parametrize("kind", NO_RESULTS)
+def test_weights_that_are_no_result_are_not_named(tmp_path, kind, capsys):
+    """Control: those of the moment, those that are only shown in the loop, and kept ones."""
+    assert names_found(tmp_path, NO_RESULTS[kind]) == []
 
 
 @pytest.mark.parametrize("kind", CARRIED)

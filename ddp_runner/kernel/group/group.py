@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import itertools
@@ -43,6 +44,9 @@ _never_freed: list[
 _left: list[Communicators] = []
 _uses = itertools.count()  # of a group that the program has formed
 PEERS_LEAVE_S = 0.25  # from the first rank that leaves a broken generation to the last
+FREED_WITHIN_S = (
+    2.0  # a group that was left, usually; one that gloo has lost track of waits for its timeout
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -418,9 +422,14 @@ def _leave_broken(connections: list[socket.socket], *, is_silent: bool = False) 
     if not remains and not connections:
         return
     leave = threading.Thread(target=_let_go, args=(remains, connections), name="leave", daemon=True)
+    # INVARIANT freed-before-the-end: a program that ends right after a repair waits until the group that it has left is freed.
+    # Broken if: the interpreter ends meanwhile. The thread then ends within gloo's destructor, and C++ aborts the process.
+    # Guarded by: test_a_program_that_ends_while_a_group_is_freed_waits.
+    atexit.register(leave.join, FREED_WITHIN_S)
     try:
         leave.start()
     except RuntimeError:
+        atexit.unregister(leave.join)
         # No memory for its stack, so that what broke this generation must not be hidden by this. The
         # group is never freed here: nobody may wait for its threads.
         _never_freed.extend(remains)
@@ -447,6 +456,7 @@ def _let_go(remains: list[dist.ProcessGroup], connections: list[socket.socket]) 
     remains.clear()
     for connection in connections:
         connection.close()
+    atexit.unregister(threading.current_thread().join)
 
 
 @contextlib.contextmanager

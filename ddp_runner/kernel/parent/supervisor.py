@@ -316,7 +316,10 @@ class Supervisor:
 
     def rank_ended(self, handle: RankHandle, ended: Ended, wrote: WhatItWrote) -> None:
         """Take note of how a rank has ended, on whichever machine; nothing is left to hear of it."""
-        had_finished = handle.state is RankState.FINISHED
+        # The repair may replace one that had finished along with a lost rank that had not.
+        had_finished = handle.state is RankState.FINISHED and not self._repair.expects_end_of(
+            handle
+        )
         handle.machine.advance(RankEvent.EXITED)
         if self.run_end.is_known:
             self.run_end.last_save.ended(handle)

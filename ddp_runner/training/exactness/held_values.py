@@ -165,6 +165,12 @@ class DataWatch:
         note: Callable[[list[str]], object],
     ) -> None:
         ids = set(map(id, owners.values()))
+        # A framework may have called set_epoch() itself before the pass, with the same number.
+        self._set_by_epoch = {
+            f"{name}.epoch"
+            for name, owner in owners.items()
+            if callable(getattr(owner, "set_epoch", None))
+        }
 
         def is_apart(value: Any) -> bool:
             return id(value) in ids or isinstance(value, (DataLoader, io.IOBase)) or is_kept(value)
@@ -183,7 +189,8 @@ class DataWatch:
     def pass_ends(self) -> None:
         """Look before ``set_epoch()`` and the seeds of the next pass."""
         self._has_looked = False
-        self._left = self._between_passes.changed()
+        changed = self._between_passes.changed()
+        self._left = [name for name in changed if name not in self._set_by_epoch]
 
     def pass_begins(self) -> None:
         """Look after ``set_epoch()`` and the seeds: every process sets what they set."""

@@ -287,6 +287,7 @@ class AttachedRun:
         self._variables = LoopVariables(
             is_kept=lambda value: _is_kept(value, kept),
             functions=lambda: [one.call for one in self._loop.recurring],
+            modules=self._loop.kept.modules.values(),
         )
         held = HeldValues(
             lambda: (

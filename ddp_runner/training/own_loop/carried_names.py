@@ -7,7 +7,7 @@ print or a log. Runs nothing, and knows of values only what ``find`` says of a n
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 # Methods that put their arguments into their object.
@@ -45,6 +45,7 @@ class Carried:
 
     ``is_whole``: it is used as a whole, not only by its attributes. ``counts``: it comes from enumerate() or
     zip() around the steps, and so begins again in a new process. ``file``: that of the line, if it is not the loop's.
+    ``is_result``: it affects no step, but is used for more than a print once the loop has ended, or is saved in it.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Carried:
     file: str = ""
     is_whole: bool = True
     counts: bool = False
+    is_result: bool = False
 
 
 def loop_at(tree: ast.AST, line: int) -> ast.For | ast.While | None:
@@ -74,10 +76,12 @@ def carried_names(
     *,
     find: Callable[[str], Resolved],
     behind: Mapping[str, Resolved] | None = None,
+    tree: ast.AST | None = None,
 ) -> dict[str, Carried]:
     """Return the names that ``loop`` carries over its iterations and that affect training; ``find``: what a name is now.
 
-    ``behind``: functions, by name, that are called without arguments at the end of some iterations.
+    ``behind``: functions, by name, that are called without arguments at the end of some iterations. With the ``tree``
+    of the loop's file, other names that the loop carries are returned too, as results, if they are used behind it.
     """
     reading = _Reading(find)
     written: set[str] = set()
@@ -89,7 +93,8 @@ def carried_names(
     for name, resolved in (behind or {}).items():
         if resolved.function is not None:
             reading.inline(name, resolved, ast.Call(ast.Name(name), [], []), set(written), _OWN)
-    return reading.carried()
+    found = reading.carried()
+    return found if tree is None else reading.results(tree, loop, written) | found
 
 
 @dataclass(slots=True)
@@ -143,6 +148,26 @@ class _Reading:
             if name in reached and "::" not in name:
                 one.line, one.file = self.writes.get(name, (one.line, one.file))
                 found[name] = one
+        return found
+
+    def results(
+        self, tree: ast.AST, loop: ast.For | ast.While, written: Collection[str]
+    ) -> dict[str, Carried]:
+        """Return the names that some iterations leave as they are, and that are used behind ``loop`` or saved in it.
+
+        ``written``: what each iteration writes. A name that is saved counts only if an iteration reads it first.
+        """
+        behind, saved = _used_behind(tree, loop), _saved(tree)
+        found = {}
+        for name in (*self.exposed, *self.writes):
+            known, parts = self.exposed.get(name), {*name.split(".")}
+            is_carried = name not in written if known is None else known.is_whole
+            if "::" in name or not is_carried or self.find(name).is_fixed:
+                continue
+            if parts & behind or (known is not None and parts & saved):
+                read = (0, "") if known is None else (known.line, known.file)
+                line, file = self.writes.get(name, read)
+                found[name] = Carried(name=name, line=line, file=file, is_result=True)
         return found
 
     def take_head(self, loop: ast.For, written: set[str]) -> None:
@@ -236,6 +261,8 @@ class _Reading:
         if isinstance(node.func, ast.Attribute):
             owner = _dotted(node.func.value, scope)
             of = self.reads(node.func.value, written, scope)
+            if not of and node.func.attr.endswith("_"):
+                self.sinks |= found
             if owner and of and (node.func.attr in _MUTATORS or node.func.attr.endswith("_")):
                 self._mutate(owner, node, found)
             return found | of
@@ -277,11 +304,12 @@ class _Reading:
         given = [*node.args]
         for parameter, value in zip(parameters[is_method:], given, strict=False):
             self._flow(self.reads(value, written, scope), inner.text(parameter))
+        rest = [one.arg for one in (function.args.kwarg,) if one is not None]
         for keyword in node.keywords:
-            self._flow(
-                self.reads(keyword.value, written, scope),
-                *([inner.text(keyword.arg)] if keyword.arg else map(inner.text, every)),
-            )
+            # One that no parameter has the name of is in the function's **rest, and nowhere else.
+            known = [keyword.arg] if keyword.arg in every else rest
+            targets = known if keyword.arg else every
+            self._flow(self.reads(keyword.value, written, scope), *map(inner.text, targets))
         self.inlined.append(result)
         self.inlined_count += 1
         around, self.file = self.file, f"{module.rpartition('.')[2]}.py" if module else ""
@@ -495,3 +523,44 @@ def _calls_steps(call: ast.Call, place: int) -> bool:
     return any(
         isinstance(one, ast.Attribute) and one.attr == "steps" for one in ast.walk(call.args[place])
     )
+
+
+def _used_behind(tree: ast.AST, loop: ast.For | ast.While) -> set[str]:
+    """Return the names that the loop's function reads behind it, and attributes that the program reads elsewhere."""
+    first, last = loop.lineno, loop.end_lineno or loop.lineno
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    around: list[ast.AST] = [
+        one
+        for one in ast.walk(tree)
+        if isinstance(one, kinds) and one.lineno < first and last <= (one.end_lineno or 0)
+    ]
+    loads, stores = _Lines(), _Lines()
+    pending: list[ast.AST] = [*ast.iter_child_nodes((around or [tree])[-1])]
+    while pending:
+        one = pending.pop()
+        if isinstance(one, ast.Name) and one.lineno > last:
+            (loads if isinstance(one.ctx, ast.Load) else stores).note(one.id, one.lineno)
+        if not isinstance(one, kinds):
+            pending += ast.iter_child_nodes(one)
+    attributes = {
+        one.attr
+        for one in ast.walk(tree)
+        if isinstance(one, ast.Attribute) and isinstance(one.ctx, ast.Load)
+        if not first <= one.lineno <= last
+    }
+    return attributes | {name for name in loads if loads[name] <= stores.get(name, loads[name])}
+
+
+class _Lines(dict[str, int]):
+    """The first line of each name."""
+
+    def note(self, name: str, line: int) -> None:
+        self[name] = min(line, self.get(name, line))
+
+
+def _saved(tree: ast.AST) -> set[str]:
+    """Return the names and attributes in calls that save something."""
+    calls = [one for one in ast.walk(tree) if isinstance(one, ast.Call)]
+    inside = [one for call in calls if _called(call).startswith("save") for one in ast.walk(call)]
+    names = {one.id for one in inside if isinstance(one, ast.Name)}
+    return names | {one.attr for one in inside if isinstance(one, ast.Attribute)}

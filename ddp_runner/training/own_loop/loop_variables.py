@@ -9,20 +9,26 @@ from __future__ import annotations
 import ast
 import inspect
 import linecache
+import math
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import numpy as np
+import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from ddp_runner.system.code_files import is_users_file
 from ddp_runner.training.exactness.held_values import Look, whole_look
 from ddp_runner.training.own_loop.carried_names import Carried, Resolved, carried_names, loop_at
+from ddp_runner.values.object_graph import CONTAINERS, LEAVES, Walk, attributes_of, is_opaque
 
 _LOOKS_IN_A_ROW = 4  # then at every power of two: what changes now and then shows too
+_OBJECTS_MAX = 1_000  # in the value of one name
 _NOTHING = object()
 _Functions = dict[tuple[str, int], ast.FunctionDef | ast.AsyncFunctionDef]  # by name and first line
 
@@ -31,6 +37,7 @@ class LoopVariables:
     """The variables of one process's loop.
 
     ``is_kept``: says which objects are kept, and so are no variables. ``functions``: returns those that run between steps.
+    ``modules``: the kept ones; an average or a copy of the weights of one is named even if it affects no step.
     """
 
     def __init__(
@@ -38,8 +45,13 @@ class LoopVariables:
         *,
         is_kept: Callable[[Any], bool],
         functions: Callable[[], Iterable[Any]] = lambda: (),
+        modules: Iterable[nn.Module] = (),
     ) -> None:
         self._is_kept = is_kept
+        self._modules = list(modules)
+        shapes = (Counter(_shapes(module.parameters())) for module in self._modules)
+        # By module, how many parameters there are of each shape.
+        self._weights = [one for one in shapes if one]
         self._between_steps = functions
         # Of the loop that takes what a generator yields.
         self._around: LoopVariables | None = None
@@ -69,7 +81,7 @@ class LoopVariables:
         found = self._look(frame)
         if (around := _taker_of(frame)) is not None:
             if self._around is None:
-                self._around = LoopVariables(is_kept=self._is_kept)
+                self._around = LoopVariables(is_kept=self._is_kept, modules=self._modules)
             found += self._around.look(around)
         return found
 
@@ -81,6 +93,9 @@ class LoopVariables:
         found: list[Carried] = []
         for name, one in [*self._candidates.items()]:
             value = names.value(name)
+            if one.is_result and not self._holds_weights(value):
+                self._looks[name] = _same(value)
+                continue
             if value is _NOTHING or self._is_fixed(value):
                 continue
             before = self._looks.get(name)
@@ -125,7 +140,10 @@ class LoopVariables:
 
         functions = [one for one in self._between_steps() if isinstance(one, FunctionType)]
         return carried_names(
-            loop, find=find, behind={one.__name__: self._function(one, path) for one in functions}
+            loop,
+            find=find,
+            behind={one.__name__: self._function(one, path) for one in functions},
+            tree=tree if self._weights else None,
         )
 
     def _function(self, function: FunctionType, path: str) -> Resolved:
@@ -172,6 +190,24 @@ class LoopVariables:
 
         before = counts()
         return lambda now: now is module and counts() == before
+
+    def _holds_weights(self, value: Any) -> bool:
+        """Return True if ``value`` has a tensor or an array for each parameter of a kept module, by their shapes."""
+        walk = Walk(inside=self._parts_of_weights, objects_max=_OBJECTS_MAX)
+        found = Counter(_shapes(one.value for one in walk.over([("", value)])))
+        return any(one <= found for one in self._weights)
+
+    def _parts_of_weights(self, path: str, value: Any) -> list[tuple[str, Any]] | None:
+        """Return what ``value`` holds that is not kept; None for a tensor and other values that are not looked into."""
+        if isinstance(value, nn.Module):
+            inner: Iterable[Any] = value.parameters()
+        elif isinstance(value, CONTAINERS):
+            inner = value.values() if isinstance(value, dict) else value
+        elif type(value) in LEAVES or value is _NOTHING or is_opaque(value):
+            return None
+        else:
+            inner = attributes_of(value).values()
+        return [(path, one) for one in inner if not self._is_kept(one)]
 
     def _is_fixed(self, value: Any) -> bool:
         """Return True if ``value`` is no variable."""
@@ -249,6 +285,13 @@ def _attribute(value: Any, name: str) -> Any:
     if inspect.ismemberdescriptor(found):  # of __slots__
         return getattr(value, name, _NOTHING)
     return _NOTHING if isinstance(found, (property, staticmethod, classmethod)) else found
+
+
+def _shapes(values: Iterable[Any]) -> Iterator[tuple[int, ...]]:
+    """Yield the shape of each tensor and array of several elements."""
+    for one in values:
+        if isinstance(one, (torch.Tensor, np.ndarray)) and math.prod(one.shape) > 1:
+            yield tuple(one.shape)
 
 
 def _same(value: Any) -> Look:

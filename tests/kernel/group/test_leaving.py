@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import resource
 import socket
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -26,3 +28,25 @@ def test_a_rank_without_memory_for_a_thread_leaves_all_the_same():
         assert theirs.recv(1) == b""
         assert mine.fileno() == -1
     assert "leave" not in [thread.name for thread in threading.enumerate()]
+
+
+ENDING = """
+from ddp_runner.kernel.group import group
+
+
+class Connection:
+    def shutdown(self, how): ...
+
+    def close(self):
+        print("all is freed")
+
+
+group._leave_broken([Connection()])
+"""
+
+
+def test_a_program_that_ends_while_a_group_is_freed_waits():
+    """A thread that the interpreter's end interrupts within gloo's destructor would abort the process."""
+    command = [sys.executable, "-c", ENDING]
+    ended = subprocess.run(command, check=True, timeout=60, stdout=subprocess.PIPE, text=True)
+    assert ended.stdout == "all is freed\n"
