@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from ddp_runner.kernel.processes.children import Ended
+from ddp_runner.kernel.processes.rank_process import WhatItWrote
 from ddp_runner.kernel.rules.lifecycle import RankState
 from ddp_runner.start import STACKS_SIGNAL
 from tests.supervisor.judging import assert_done, lost, plans
@@ -278,6 +280,20 @@ def test_a_program_killed_for_a_repair_has_not_failed(simulate):
     run.kill(late)
     assert_done(run)
     assert plans(run) == [(late, "rank_killed", (0, 1))]
+
+
+@pytest.mark.parametrize(
+    ("how", "shown"), [({"signal_number": 9}, ""), ({"exit_code": 1}, "its last words")]
+)
+def test_the_last_words_of_a_killed_program_are_not_shown(simulate, how, shown):
+    """They are lines of training, not the cause; control: those of a program that ends by an error."""
+    run = simulate(ranks=2, steps=20)
+    run.run_until(lambda: any(handle.has_finished for handle in run.world.present))
+    ended = Ended(**{"pid": 1, "exit_code": None, "signal_number": None, "at_ns": 0, **how})
+    wrote = WhatItWrote(last="its last words", when_asked="", before_log="")
+    run.supervisor.run_end.program_ended(run.world.ranks[0], ended, wrote)
+    run.run_to_end()
+    assert run.ending.detail == shown
 
 
 @pytest.mark.parametrize("word", ["best", "checkpoints/step_00000010.pt"])

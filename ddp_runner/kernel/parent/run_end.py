@@ -9,7 +9,7 @@ from ddp_runner.kernel.parent.rank_handle import RankHandle
 from ddp_runner.kernel.parent.run_context import RunContext
 from ddp_runner.kernel.parent.run_facts import Ending
 from ddp_runner.kernel.processes.children import Ended
-from ddp_runner.kernel.processes.rank_process import WhatItWrote
+from ddp_runner.kernel.processes.rank_process import WhatItWrote, is_self_made
 from ddp_runner.kernel.recovery.communicator_cut import Cutting
 from ddp_runner.kernel.recovery.last_save import LastSave
 from ddp_runner.kernel.rules.exits import (
@@ -148,7 +148,10 @@ class RunEnd:
             return
         code = exit_code_of(exit_code=ended.exit_code, signal_number=ended.signal_number)
         log = self._world.log_of(handle, self._log_dir)
-        self.failed_behind(f"rank {handle.rank} ended with code {code}; see {log}", wrote.last)
+        # Who is killed from outside says nothing of it: its last words are lines of training.
+        is_killed = ended.signal_number is not None and not is_self_made(ended.signal_number)
+        said = "" if is_killed else wrote.last
+        self.failed_behind(f"rank {handle.rank} ended with code {code}; see {log}", said)
 
     def failed_behind(self, why: str, detail: str = "") -> None:
         """End a run whose training has ended, because the program that trained has not come to its own end."""
