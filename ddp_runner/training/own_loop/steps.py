@@ -200,7 +200,9 @@ class LoopSteps:
         if not self.in_body:
             raise misuse("the net is called with gradients outside of a step: with run.step(): ...")
         if self._agreed is not None:
-            raise misuse("the net is called after optimizer.step() within one step")
+            raise misuse(
+                "the net is called after optimizer.step() within one step: compute all losses before the first update"
+            )
         self._follow_flags()
         self._sync_norms(with_peers=True)
         outputs = self._replica(*args, **named)
