@@ -119,7 +119,7 @@ class Run(Outputs):
     zygote are forks of a process that has imported torch (see tests.ready): of ``launcher``, where one is
     given. ``task`` None trains the built-in one in the folders that the command chooses itself. Without a
     word about them there are no fire drills. ``world`` None: ``variables``, which are added to those of
-    the test, say it.
+    the test, say it. ``cgroup``: that in which the forks live.
     """
 
     def __init__(
@@ -133,6 +133,7 @@ class Run(Outputs):
         environment=None,
         variables=None,
         launcher=None,
+        cgroup=None,
     ):
         super().__init__(folder)
         self.folder.mkdir(exist_ok=True, parents=True)
@@ -171,7 +172,9 @@ class Run(Outputs):
             if is_ready:
                 words = words[len(PYTHON_M) :]
                 launcher = launcher or ready.shared()
-                self.process = launcher.start(words, cwd=folder, output=output, env=env)
+                self.process = launcher.start(
+                    words, cwd=folder, output=output, env=env, cgroup=cgroup
+                )
             else:
                 self.process = subprocess.Popen(
                     words,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import sys
 from pathlib import Path
 
 import pytest
@@ -190,13 +189,12 @@ def test_a_loader_worker_killed_by_the_kernel_for_memory_is_reported_so(tmp_path
     with memory_cgroup() as cgroup:
         if cgroup is None:
             pytest.skip("this machine lets us make no memory cgroup")
-        train = (*cgroup.enter, sys.executable, "-m", "ddp_runner", "train")
         # Before it kills, the kernel takes its time to look for pages that it can drop.
         harm = ("hang_min_s=30", "task.how=allocate", "task.bad=133", "task.pace_s=0.15")
         # The worker comes to that sample some steps before step 11, and not before there is a limit.
         hold = tmp_path / HOLD_NAME
         hold.write_text("3")
-        with Run(tmp_path, *SETTINGS, *harm, world=2, task=BREAKING, command=train) as run:
+        with Run(tmp_path, *SETTINGS, *harm, world=2, task=BREAKING, cgroup=cgroup.folder) as run:
             run.wait_for_event("spare_ready")  # which takes room of its own
             cgroup.leave_room(400 * 2**20)
             hold.unlink()
