@@ -366,7 +366,7 @@ def test_slow_is_not_hung(tmp_path):
 
 @pytest.mark.parametrize(
     ("find_unused", "limit", "seconds"),
-    [(True, "collective_timeout_s=1", 3), (False, "form_timeout_s=2.5", 5.5)],
+    [(True, "collective_timeout_s=1", 2.5), (False, "form_timeout_s=2", 4)],
     ids=["in a step", "while forming"],
 )
 def test_who_compiles_alone_is_waited_for(tmp_path, find_unused, limit, seconds):

@@ -135,7 +135,7 @@ def test_a_bad_sample_is_replaced_in_every_life_of_the_run(tmp_path):
     folder.mkdir()
     (folder / TROUBLE).write_text("loss 1 preempt 23", encoding="utf-8")  # its second process
     with Run(folder, *QUICK, *steps, *BAD, *DRAWN, *kill, world=2) as run:
-        assert run.wait() == 75, run.console
+        assert run.wait(hurries=False) == 75, run.console
     (folder / "logs" / "quarantine.jsonl").rename(folder / "elsewhere.jsonl")
     again = finish(folder, *QUICK, *steps, *BAD, *DRAWN)
     assert not (folder / "logs" / "quarantine.jsonl").exists(), "it was tried again"
@@ -165,7 +165,7 @@ def test_a_sample_that_kills_workers_is_replaced_in_each_launch(tmp_path):
     settings = (*QUICK, "--max-steps", 48, "on_bad_sample=substitute")
     (tmp_path / TROUBLE).write_text("loss 0 preempt 14", encoding="utf-8")
     with Run(tmp_path, *settings, task=BREAKING, world=2) as run:
-        assert run.wait() == 75, run.console
+        assert run.wait(hurries=False) == 75, run.console
     (record,) = quarantined(run)
     assert record["index"] == 5
     assert "no worker survives it" in record["reason"]
@@ -288,7 +288,7 @@ def test_a_stream_goes_on_exactly_after_a_fault_and_a_resume(tmp_path):
     (tmp_path / "run").mkdir()  # its rank 0 is in its second process by then
     (tmp_path / "run" / TROUBLE).write_text("loss 0 preempt 16", encoding="utf-8")
     with Run(tmp_path / "run", *QUICK, *steps, *kill, task=STREAM, world=2) as run:
-        assert run.wait() == 75, run.console
+        assert run.wait(hurries=False) == 75, run.console
     with Run(tmp_path / "run", *QUICK, *steps, task=STREAM, world=2) as run:
         assert run.wait() == 0, run.console
     assert run.digest == calm.digest
