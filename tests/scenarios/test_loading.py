@@ -68,7 +68,7 @@ def test_loader_workers_that_die_or_stop_are_replaced_inside_their_rank(tmp_path
 def test_a_worker_that_exits_raises_or_is_stuck_costs_no_sample(tmp_path, fault_free):
     """Each once, the sample is well when it is tried again: batches and weights of a fault-free run."""
     troubles = ("data 0 exit7", "data 0 raise", "data 1 sleep600")
-    settings = ("loader_timeout_s=4", "task.pace_s=0.18")
+    settings = ("loader_timeout_s=2", "task.pace_s=0.12")
     with Run(tmp_path, *SETTINGS, *settings, world=2) as run:
         run.wait_for_step(3)
         for trouble in troubles:
@@ -86,7 +86,7 @@ def test_a_worker_that_exits_raises_or_is_stuck_costs_no_sample(tmp_path, fault_
     assert "loaded when it was tried again" in run.console
     stuck = by_kind["loader_timeout"]
     assert stuck["rank"] == 1
-    assert "no batch within 4 s: loader worker 0 (pid " in stuck["cause"]
+    assert "no batch within 2 s: loader worker 0 (pid " in stuck["cause"]
     assert "is sleeping" in stuck["cause"]
     assert (summary["exact"], len(run.events("forming"))) == (True, 1)
     assert summary["weights_sha256"] == fault_free(2).digest
@@ -216,8 +216,8 @@ def test_the_search_for_a_hanging_sample_outlasts_no_patience(tmp_path):
     """
     settings = (
         *(*QUICK, *IMPATIENT, "--max-steps", 36, "on_bad_sample=substitute", "task.pace_s=0.02"),
-        *("task.how=hang", "task.many=True", "loader_timeout_s=3"),
-        *("first_step_timeout_s=6", "collective_timeout_s=1"),
+        *("task.how=hang", "task.many=True", "loader_timeout_s=2"),
+        *("first_step_timeout_s=4", "collective_timeout_s=1"),
         *("--inject", "hang:rank=0,step=24,phase=data"),
     )
     run = finish(tmp_path, *settings, task=BREAKING)
@@ -236,7 +236,7 @@ def test_a_sample_that_hangs_in_the_rank_itself_is_named_and_replaced(tmp_path):
     settings = (
         *(*QUICK, *IMPATIENT, "--max-steps", 24, "num_workers=0"),
         *("on_bad_sample=substitute", "seed=0"),
-        *("task.how=hang", f"task.bad={bad}", "loader_timeout_s=6"),
+        *("task.how=hang", f"task.bad={bad}", "loader_timeout_s=3"),
     )
     run = finish(tmp_path, *settings, task=BREAKING)
     hung, replaced = run.summary()["faults"]
