@@ -21,6 +21,7 @@ from ddp_runner.features.report import run_report as report
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.system.folder_owner import FolderOwner, new_term
 from tests.features.machines.whole_runs.conftest import STEPS, TOKEN, free_port
+from tests.processes import poll_settled
 from tests.scenarios.harness import ROOT, TRAIN, ended, poll
 from tests.scenarios.test_parents import HELD
 
@@ -237,6 +238,8 @@ def test_ranks_of_a_node_that_is_cut_off_train_and_publish_nothing(nodes, one_ma
     pids = second.rank_pid(2), second.rank_pid(3)
     first.signal(signal.SIGSTOP)
     poll(lambda: "wait for it, with their memory" in second.console, what="ranks that wait")
+    poll_settled(first.committed, what="ranks that train no more")
+    assert first.committed() < STEPS
     first.signal(signal.SIGCONT)
     first.wait_for_step(first.committed() + 10)
     assert (second.rank_pid(2), second.rank_pid(3)) == pids
