@@ -53,10 +53,25 @@ def pytest_collection_finish(session):
     use_huge_pages()
 
 
+# Of the tests that compute, so many at least stand behind the last whole run: the end is of short tests.
+_SHORT_AT_THE_END = 10  # in a hundred
+
+
 @pytest.hookimpl(trylast=True)  # after those that mark whole runs
 def pytest_collection_modifyitems(items):
-    """Long tests first: what a process still has to do when the others are done is short then."""
-    items.sort(key=_turn)
+    """Long tests first: what a process still has to do when the others are done is short then.
+
+    A whole run waits for half of its time, and other tests keep a core busy: they stand between the whole runs, so
+    that neither are alone at any time.
+    """
+    turns = [[], [], []]
+    for item in items:
+        turns[_turn(item)].append(item)
+    long, runs, others = turns
+    places = len(runs) * 100 // (100 - _SHORT_AT_THE_END) + 1
+    ranked = [(number / places, 0, number, item) for number, item in enumerate(runs)]
+    ranked += [(number / len(others), 1, number, item) for number, item in enumerate(others)]
+    items[:] = [*long, *(item for *_, item in sorted(ranked, key=lambda one: one[:3]))]
 
 
 def _turn(item):

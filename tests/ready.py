@@ -112,14 +112,17 @@ class Launcher:
             else:
                 return link
 
-    def start(self, words, *, cwd, output, env, namespaces=(), program_stdin=None):
+    def start(self, words, *, cwd, output, env, namespaces=(), cgroup=None, program_stdin=None):
         """The command with these words, as ``subprocess.Popen`` would start it.
 
-        ``namespaces``: files of those that it enters first, that of its users before others.
+        ``namespaces``: files of those that it enters first, that of its users before others. ``cgroup``: the folder of
+        that which it lives in. What it has imported is in the memory of another one.
         ``program_stdin``: the words are those of a program that ends with this process, and that is its input.
         """
         link = self.connect()
         asked = {"words": words, "cwd": str(cwd), "env": env, "namespaces": namespaces}
+        if cgroup is not None:
+            asked["cgroup"] = str(cgroup)
         fds = [output.fileno()]
         if program_stdin is not None:
             asked |= {"is_program": True, "is_bound": True, "has_stdin": True}
@@ -270,6 +273,8 @@ def _end_with(link, pid) -> None:
 def _launch(asked, outputs) -> None:
     """Be the command. Its zygote waits, as a child that knows nothing, for what it is to be."""
     os.setsid()
+    if folder := asked.get("cgroup"):
+        Path(folder, "cgroup.procs").write_text(str(os.getpid()))
     for path in asked.get("namespaces", ()):
         _enter(path)
     for number in asked.get("ignored", ()):

@@ -22,11 +22,15 @@ from tests.scenarios.leftovers import (
     shared_memory,
 )
 
+HURRY_NAME = "hurry"  # as in workload.py, which imports torch
+
 ROOT = Path(__file__).resolve().parents[2]
 WORKLOAD = Path(__file__).with_name("workload.py")
 DEADLINE_S = 120.0  # only a hang comes so far; a loaded machine is slow
 GONE_WITHIN_S = 10.0  # what the kernel ends, on a machine with ten times more to do than cores
 LISTENING_EVERY_S = 0.5
+NOTICED_WITHIN_S = 0.3  # as the supervisor of a busy machine
+STOPS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1}
 NO_DRILLS = "recovery.drill_at=off"  # they would take time from a test of something else
 QUICK_HANGS = "recovery.hang_min_s=2"  # as most wait for one, and nothing here is as slow as that
 # The only rank would have every core, where torch's threads turn while they wait for its next step.
@@ -119,7 +123,7 @@ class Run(Outputs):
     zygote are forks of a process that has imported torch (see tests.ready): of ``launcher``, where one is
     given. ``task`` None trains the built-in one in the folders that the command chooses itself. Without a
     word about them there are no fire drills. ``world`` None: ``variables``, which are added to those of
-    the test, say it.
+    the test, say it. ``cgroup``: that in which the forks live.
     """
 
     def __init__(
@@ -133,12 +137,16 @@ class Run(Outputs):
         environment=None,
         variables=None,
         launcher=None,
+        cgroup=None,
     ):
         super().__init__(folder)
         self.folder.mkdir(exist_ok=True, parents=True)
         self.temporary = self.folder / "tmp"
         self.temporary.mkdir(exist_ok=True)
         self.output_path = self.folder / "console.txt"
+        self._hurry = self.folder / HURRY_NAME
+        self.is_stopping = False  # as far as a signal of the test has asked it to
+        self.noticed_s = 0.0  # when it has noticed what the test has last done to it
         is_ready = command is None and environment is None
         words = [*(command or (*PYTHON_M, verb)), "--cpu"]
         if world is not None:
@@ -171,7 +179,9 @@ class Run(Outputs):
             if is_ready:
                 words = words[len(PYTHON_M) :]
                 launcher = launcher or ready.shared()
-                self.process = launcher.start(words, cwd=folder, output=output, env=env)
+                self.process = launcher.start(
+                    words, cwd=folder, output=output, env=env, cgroup=cgroup
+                )
             else:
                 self.process = subprocess.Popen(
                     words,
@@ -272,6 +282,8 @@ class Run(Outputs):
         return poll(found, what=f"event {name}")[-1]
 
     def signal(self, number, pid=None):
+        self.is_stopping |= number in STOPS
+        self.noticed_s = time.monotonic() + NOTICED_WITHIN_S
         os.kill(self.process.pid if pid is None else pid, number)
 
     def signals_at_once(self, *each):
@@ -284,8 +296,17 @@ class Run(Outputs):
             self.signal(number, pid)
         self.signal(signal.SIGCONT)
 
-    def wait(self, timeout_s=DEADLINE_S):
-        """The exit code. Everything of the job is gone by then, or the test fails."""
+    def hurry(self):
+        """Have no step take longer than it must from here on."""
+        self._hurry.touch()
+
+    def wait(self, timeout_s=DEADLINE_S, *, hurries=True):
+        """The exit code. Everything of the job is gone by then, or the test fails.
+
+        ``hurries``: it may come as soon as it can, as nothing more is done to the run.
+        """
+        if hurries:
+            hurry([self])
         deadline_s = time.monotonic() + timeout_s
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -296,6 +317,7 @@ class Run(Outputs):
                 f"still running after {timeout_s:g} s:\n{self.console}"
             )
             self._note_listening()
+        self._hurry.unlink(missing_ok=True)
         left = self.processes()
         assert not left, f"still there when the command had returned: {left}"
         self.assert_nothing_left()
@@ -346,3 +368,18 @@ class Run(Outputs):
 
     def _audit_size(self):
         return self._audit_path.stat().st_size if self._audit_path.exists() else 0
+
+
+def hurry(runs):
+    """Have them come to their end: not before they have noticed what was done to them, nor if they are to stop first."""
+    if any(run.is_stopping for run in runs):
+        return
+    time.sleep(max(0.0, *(run.noticed_s - time.monotonic() for run in runs)))
+    for run in runs:
+        run.hurry()
+
+
+def ended(*runs):
+    """The exit codes of runs that train together, when all have ended: see :meth:`Run.wait`."""
+    hurry(runs)
+    return tuple(run.wait() for run in runs)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ddp_runner.training.task import Datasets
+from tests.scenarios.workload import keep_pace
 
 READ_NAME = "read"  # a line for each sample that was read: process, kind and index
 HOLD_NAME = "hold_reading"  # nobody reads HELD_SAMPLE while it is there
@@ -76,5 +77,5 @@ class PreloadedTask:
         return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 1))
 
     def loss(self, model, batch):
-        time.sleep(self._pace_s * model.training)
+        keep_pace(self._pace_s * model.training)
         return nn.functional.mse_loss(model(batch["x"]), batch["y"])

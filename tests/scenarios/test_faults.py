@@ -347,13 +347,13 @@ def resident_bytes(pid):
 def test_slow_is_not_hung(tmp_path):
     """A rank many times slower, a long first step or evaluation, a pause of all: nothing is repaired."""
     settings = (
-        *("--max-steps", 130, "num_workers=0"),
-        *("evaluate_every_steps=65", "task.validation_s=1.5"),
+        *("--max-steps", 80, "num_workers=0"),
+        *("evaluate_every_steps=50", "task.validation_s=1.5"),
         *("--inject", "slow:rank=1,step=0,seconds=2"),
         # Slow beside peers that have a busy machine's own step of a tenth of a second, too.
-        *("--inject", "slow:rank=1,step=4,times=80,seconds=0.1"),
+        *("--inject", "slow:rank=1,step=4,times=40,seconds=0.1"),
         # Beyond the deadline, which is the shortest one by then: as if the machine had stood still.
-        *(w for rank in (0, 1) for w in ("--inject", f"slow:rank={rank},step=126,seconds=1.6")),
+        *(w for rank in (0, 1) for w in ("--inject", f"slow:rank={rank},step=76,seconds=1.6")),
     )
     with Run(tmp_path, *QUICK, *settings) as run:
         assert run.wait() == 0, run.console
@@ -366,7 +366,7 @@ def test_slow_is_not_hung(tmp_path):
 
 @pytest.mark.parametrize(
     ("find_unused", "limit", "seconds"),
-    [(True, "collective_timeout_s=1", 3), (False, "form_timeout_s=2.5", 5.5)],
+    [(True, "collective_timeout_s=1", 2.5), (False, "form_timeout_s=2", 4)],
     ids=["in a step", "while forming"],
 )
 def test_who_compiles_alone_is_waited_for(tmp_path, find_unused, limit, seconds):

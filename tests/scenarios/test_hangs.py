@@ -176,9 +176,10 @@ def test_a_task_whose_import_never_ends_is_an_error_that_says_where(tmp_path):
 def test_a_rank_that_hangs_again_where_all_wait_is_replaced_again(fault_free, tmp_path):
     """It is the one that does not leave when all are told to: no disagreement of the ranks, no user's error.
 
-    The second one hangs in its first steps, whose deadline is learnt from the processes before it.
+    The second one hangs in its first steps, which have a deadline of their own.
     """
     hangs = ("--inject", "hang:rank=1,step=20,phase=reducing,times=2")
+    hangs += ("recovery.first_step_timeout_s=5",)
     with Run(tmp_path, *QUICK, "--max-steps", STEPS, *hangs, world=3) as run:
         assert run.wait() == 0, run.console
     reported = run.summary()["faults"]

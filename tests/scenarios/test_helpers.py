@@ -6,9 +6,12 @@ import signal
 
 from tests.scenarios.conftest import LONG, WITHOUT_WORKERS
 from tests.scenarios.harness import Run, poll
+from tests.scenarios.workload import HOLD_NAME
 
-# The zygote first: once one was lost, the next one stands by.
-HELPERS = ("zygote", "store", "saver", "spare", "csv", "standby")
+# The end of a store is a fault, and a saver follows with a save: while the ranks train. The zygote before the
+# standby: once one was lost, the next one stands by.
+WHILE_THEY_TRAIN = ("store", "saver")
+WHILE_THEY_WAIT = ("zygote", "spare", "csv", "standby")
 
 
 def pids(run, name):
@@ -27,11 +30,16 @@ def kill_and_await_another(run, name):
 
 def test_whichever_helper_is_killed_is_followed_by_another(fault_free, tmp_path):
     """Their kills are in the journal with their signal; the store's is a fault, which costs no step."""
-    settings = (*WITHOUT_WORKERS, *LONG, "task.pace_s=0.5", "log.trackers=csv")
-    with Run(tmp_path, *settings) as run:
+    settings = (*WITHOUT_WORKERS, *LONG, "task.pace_s=0.06", "log.trackers=csv")
+    hold = tmp_path / HOLD_NAME
+    with Run(tmp_path, *settings, "recovery.hang_min_s=100") as run:
         run.wait_for_event("spare_ready")
-        for name in HELPERS:
+        for name in WHILE_THEY_TRAIN:
             kill_and_await_another(run, name)
+        hold.touch()
+        for name in WHILE_THEY_WAIT:
+            kill_and_await_another(run, name)
+        hold.unlink()
         assert run.wait() == 0, run.console
         run.assert_machine_clean()
     for name in ("zygote", "standby", "saver", "spare"):

@@ -67,14 +67,14 @@ def test_what_came_before_a_mistake_of_the_user_is_saved(made_once, tmp_path):
 
 
 def test_a_stop_that_one_rank_keeps_from_ending_is_saved_by_another(tmp_path):
-    """A step that takes ten minutes, and a scheduler that grants three seconds: 75 is true."""
+    """A step that takes ten minutes, and a scheduler that grants one second: 75 is true."""
     (tmp_path / "stuck").touch()
-    slow = ("recovery.hang_min_s=500", "recovery.stop_timeout_s=3")
+    slow = ("recovery.hang_min_s=500", "recovery.stop_timeout_s=1")
     with stranger(tmp_path, *slow, world=2) as run:
         poll((tmp_path / "stuck_now").exists, what="a rank that is stuck")
         run.signal(signal.SIGTERM)
         assert run.wait() == 75, run.console
-    assert "the ranks did not stop within 3 s" in run.console
+    assert "the ranks did not stop within 1 s" in run.console
     assert run.summary()["status"] == "preempted"
     assert_saved_last(run, run.committed())
     assert "preempted and saved: run the same command again" in run.console
@@ -85,15 +85,15 @@ def test_a_stop_that_could_not_save_ends_with_1(tmp_path):
     (tmp_path / "stuck").touch()
     slow = (
         "recovery.hang_min_s=500",
-        "recovery.stop_timeout_s=2",
-        "recovery.checkpoint_timeout_s=2",
+        "recovery.stop_timeout_s=1",
+        "recovery.checkpoint_timeout_s=1",
     )
     with stranger(tmp_path, *slow, world=1) as run:
         poll((tmp_path / "stuck_now").exists, what="a rank that is stuck")
         run.signal(signal.SIGTERM)
         assert run.wait() == 1, run.console
     step = run.committed()
-    assert f"step {step} could not be saved: not within 2 s; there is no checkpoint" in run.console
+    assert f"step {step} could not be saved: not within 1 s; there is no checkpoint" in run.console
     assert "and saved" not in run.console
     assert run.summary()["status"] == "failed"
     assert run.summary()["checkpoint"] is None

@@ -79,7 +79,7 @@ def test_a_loop_that_plays_is_exact_over_a_stop_and_kills(tmp_path):
 
 def test_a_drill_begins_with_what_its_rank_changes_late(tmp_path):
     """Rank 0 is at the drilled step already, and writes the state, while rank 1 is behind its update."""
-    pause = "import time; time.sleep(1)"
+    pause = "import time; time.sleep(0.5)"
     plant(
         tmp_path, **{f"r1_s{number}_update": pause for number in range(1, 7)}, r0_s20_between=WAIT
     )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
 
@@ -112,10 +110,9 @@ def test_a_kernel_kill_halves_the_micro_batch_of_the_successor(tmp_path, calm):
     with memory_cgroup() as cgroup:
         if cgroup is None:
             pytest.skip("this machine lets us make no memory cgroup")
-        train = (*cgroup.enter, sys.executable, "-m", "ddp_runner", "train")
         # Before it kills, the kernel takes its time to look for pages that it can drop.
         patience = ("hang_min_s=30", *STEPS)
-        with Run(tmp_path, *SETTINGS, *patience, task=GREEDY, command=train) as run:
+        with Run(tmp_path, *SETTINGS, *patience, task=GREEDY, cgroup=cgroup.folder) as run:
             limit(run, cgroup)
             assert run.wait() == 0, run.console
     summary = run.summary()
@@ -173,9 +170,8 @@ def test_a_kernel_kill_in_an_evaluation_shrinks_the_evaluation_only(tmp_path):
     with memory_cgroup() as cgroup:
         if cgroup is None:
             pytest.skip("this machine lets us make no memory cgroup")
-        train = (*cgroup.enter, sys.executable, "-m", "ddp_runner", "train")
         asked = ("hang_min_s=30", "--max-steps", 14, "task.evaluates=true")
-        with Run(tmp_path, *SETTINGS, *asked, task=GREEDY, command=train) as run:
+        with Run(tmp_path, *SETTINGS, *asked, task=GREEDY, cgroup=cgroup.folder) as run:
             limit(run, cgroup)
             assert run.wait() == 0, run.console
     summary = run.summary()

@@ -229,7 +229,7 @@ def test_ranks_that_are_started_by_hand_resume_when_they_are_started_again(
     """No torchrun: rank 0 hosts the store, who waits too long for a peer ends, files bring all back."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)  # the ranks share the cores by themselves
     port = free_port()
-    started = partial(by_hand, tmp_path, port=port, wait_s=12)  # also for who is started last
+    started = partial(by_hand, tmp_path, port=port, wait_s=8)  # also for who is started last
     with started(0) as first, started(1) as second:
         with started(2) as third:
             first.wait_for_step(22)

@@ -63,6 +63,7 @@ def test_nobody_reads_again_whoever_dies_while_it_is_read_or_later(tmp_path, mad
     assert readers == {"train": 2, "validation": 1}
     drilled = ("data.preload=true", "recovery.drill_at=2")
     with Run(tmp_path, *SETTINGS, slowly, *drilled, task=TASK) as again:
+        again.wait_for_event("drill")
         assert again.wait() == 0, again.console
     assert again.summary()["exact_proof"]["drilled"], again.console
     by_launch = readings(tmp_path)[len(after) :]

@@ -156,7 +156,7 @@ def test_what_a_dataset_opens_is_opened_in_workers_only(tmp_path):
 @pytest.mark.parametrize(("how", "workers"), [("raise", 1), ("hang", 1), ("kill", 0)])
 def test_a_first_sample_that_does_not_load_is_not_compared(tmp_path, how, workers):
     """It is replaced when its turn comes, as any other."""
-    words = ("on_bad_sample=substitute", "loader_timeout_s=2", f"task.how={how}")
+    words = ("on_bad_sample=substitute", "loader_timeout_s=1", f"task.how={how}")
     with start(tmp_path, "Broken", *words, steps=12, workers=workers) as run:
         assert run.wait() == 0, run.console
     summary = run.summary()

@@ -70,17 +70,17 @@ def test_without_a_limit_nobody_hangs(tmp_path):
 SIGNS = """
 import ddp_runner
 rank or print('.', flush=True)
-for _ in range(6): time.sleep(0.6); rank or print('.')
+for _ in range(5): time.sleep(0.4); rank or print('.')
 step()
-for _ in range(6): time.sleep(0.6); rank or print('.', end='', flush=True)
-for _ in range(6): time.sleep(0.6); dist.barrier()
-for _ in range(6): time.sleep(0.6); rank or ddp_runner.heartbeat()
+for _ in range(5): time.sleep(0.4); rank or print('.', end='', flush=True)
+for _ in range(5): time.sleep(0.4); dist.barrier()
+for _ in range(5): time.sleep(0.4); rank or ddp_runner.heartbeat()
 """
 
 
 def test_signs_of_one_rank_are_enough(tmp_path):
     """However long it goes on: lines before the first step, then parts of one, collectives, heartbeats."""
-    with run_script(tmp_path, own(tmp_path, SIGNS), options=("--hang-timeout", 2)) as run:
+    with run_script(tmp_path, own(tmp_path, SIGNS), options=("--hang-timeout", 1.5)) as run:
         assert run.wait() == 0, run.console
     assert "hung" not in run.console
 

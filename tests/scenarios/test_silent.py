@@ -113,7 +113,7 @@ def test_so_many_random_faults_leave_the_weights_of_a_fault_free_run(tmp_path):
     harm = "random:seed=1,mtbf_s=1,kinds=kill+stop+raise+hang"
     settings = ("task.pace_s=0.08", "recovery.hang_min_s=0.7", "--inject", harm)
     with _run(tmp_path / "faults", *settings, steps=steps) as run:
-        assert run.wait(7200.0) == 0, run.console
+        assert run.wait(7200.0, hurries=False) == 0, run.console
     assert len(run.summary()["faults"]) > SOAKED / 2
     assert run.digest == fault_free.digest
     assert run.summary()["exact"] is True

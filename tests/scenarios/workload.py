@@ -30,6 +30,8 @@ TROUBLE_NAME = "trouble"
 # Training goes on once it is gone. With ``CALL`` in it, no process waits before its loss is asked for so
 # often: a run that is held so from the start gets to that step and no further, however slow a test is.
 HOLD_NAME = "hold"
+# While it is there no step takes longer than it must: the test has nothing more to do to the run.
+HURRY_NAME = "hurry"
 SLOW_DISK_NAME = "slow_disk"  # with slow_disk.py as task no checkpoint is written before it is gone
 _calls = Counter()  # how often this process has come to each place
 
@@ -79,6 +81,12 @@ def make_trouble(place):
     except (OSError, ValueError):  # no trouble, or another rank has taken it
         return
     _make(action)
+
+
+def keep_pace(pace_s):
+    """Have a step take so long at least, for as long as a test may do something to the run."""
+    if not os.path.exists(HURRY_NAME):  # noqa: PTH110 - as above
+        time.sleep(pace_s)
 
 
 def _is_held(call):
@@ -152,7 +160,7 @@ def is_beside():
 
 
 class PacedTask:
-    """``pace_s`` seconds a step at least; ``validation_s`` seconds a validation batch.
+    """``pace_s`` seconds a step at least, in the time of the test; ``validation_s`` seconds a validation batch.
 
     ``raise_at_sample`` and ``odd_at_sample`` name a training sample that ruins its step; the latter
     by a collective that the other ranks are not in. ``slow_at_sample`` makes
@@ -209,7 +217,7 @@ class PacedTask:
             make_trouble("evaluation")
             time.sleep(self._validation_s)
             return nn.functional.mse_loss(model(inputs), targets)
-        time.sleep(self._pace_s)
+        keep_pace(self._pace_s)
         if self._awaits_saves:
             self._await_save()
         while not is_beside() and _is_held(_calls["loss"] + 1):

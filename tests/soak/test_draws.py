@@ -89,7 +89,7 @@ def launched(folder, draw, *, faults):
     if draw.place == "attached loop":
         options = (*draw.settings, *words)
         with run_loop(folder, world=draw.world, options=options) as run:
-            return run.wait(LIMIT_S), run
+            return run.wait(LIMIT_S, hurries=False), run
     command = None
     if faults and draw.place == "small shared memory":
         command = (*IN_LITTLE_SHARED_MEMORY, str(draw.shared_kb), *TRAIN)
@@ -102,7 +102,7 @@ def launched(folder, draw, *, faults):
             run.wait_for_step(begin)
             with full(run.checkpoints):
                 run.wait_for_step(end)
-        return run.wait(LIMIT_S), run
+        return run.wait(LIMIT_S, hurries=False), run
 
 
 @pytest.mark.parametrize("number", range(FIRST, FIRST + ROUNDS))

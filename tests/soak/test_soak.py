@@ -88,7 +88,7 @@ def test_random_faults_cost_no_weight_and_nothing_grows(tmp_path):
         Run(tmp_path / "faults", *SETTINGS, *settings, world=WORLD, command=TRAIN) as run,
         Sampler(run) as seen,
     ):
-        assert run.wait(5 * waits_s + 300.0) == 0, run.console[-4000:]
+        assert run.wait(5 * waits_s + 300.0, hurries=False) == 0, run.console[-4000:]
     assert run.digest == digest
     assert run.summary()["exact"] is True
     check_repairs(run, injected_least=FAULTS)
@@ -118,7 +118,7 @@ def test_a_survivor_of_a_hundred_faults_has_not_grown(tmp_path):
         Run(tmp_path / "faults", *SETTINGS, *settings, world=WORLD, command=TRAIN) as run,
         Sampler(run) as seen,
     ):
-        assert run.wait(900.0) == 0, run.console[-4000:]
+        assert run.wait(900.0, hurries=False) == 0, run.console[-4000:]
     assert run.digest == digest
     check_repairs(run, injected_least=faults)
     assert len(run.summary()["faults"]) == faults

@@ -26,6 +26,9 @@ from ddp_runner.kernel.wire.messages import Fork
 OUTPUT_SHOWN_BYTES = 8_000
 WORDS_BYTES = 64_000  # that a process may take to say why it dies: the stacks of all its threads
 TIDY_UP_S = 1.0  # for what ends by itself when all others have
+_LOOK_AGAIN_S = (
+    0.05  # for processes that were started meanwhile; each look goes through all of the machine
+)
 _EXITING = 0x4  # PF_EXITING of Linux, in a process's flags
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - not a place for our own files
@@ -184,21 +187,24 @@ def end_descendants(*, timeout_s: float, but: Collection[int] = ()) -> list[int]
 
     ``but``: children that go on, with what descends from them, and are reaped by whoever started them.
     """
-    began_s = time.monotonic()
-    deadline_s = began_s + timeout_s
+    began_s = now_s = time.monotonic()
+    deadline_s, next_look_s = began_s + timeout_s, began_s
+    left: list[int] = []
     while True:
         _reap_all_but(but)
         if not _has_children():
             return []
-        stays = {*but, *(below for pid in but for below in _below(pid))}
-        everybody = psutil.Process().children(recursive=True)
-        left = [child.pid for child in everybody if child.pid not in stays]
-        if not left or time.monotonic() >= deadline_s:
-            return left
-        for pid in left:
-            if time.monotonic() > began_s + TIDY_UP_S or not tidies_up(pid):
-                kill(pid)
+        if now_s >= min(next_look_s, deadline_s) or not any(map(stat_fields, left)):
+            stays = {*but, *(below for pid in but for below in _below(pid))}
+            left = [pid for pid in _below(os.getpid()) if pid not in stays]
+            next_look_s = now_s + _LOOK_AGAIN_S
+            if not left or now_s >= deadline_s:
+                return left
+            for pid in left:
+                if now_s > began_s + TIDY_UP_S or not tidies_up(pid):
+                    kill(pid)
         time.sleep(0.005)
+        now_s = time.monotonic()
 
 
 def _has_children() -> bool:

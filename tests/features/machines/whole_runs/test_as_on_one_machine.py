@@ -13,7 +13,7 @@ from tests import disks
 from tests.features.machines.whole_runs.conftest import SETTINGS
 from tests.features.machines.whole_runs.test_two_nodes import SLOW
 from tests.scenarios import preloaded
-from tests.scenarios.harness import Run, poll
+from tests.scenarios.harness import Run, ended, poll
 
 KEPT = ("recovery.coordinator_wait_s=60", "save_interval=0")
 
@@ -29,10 +29,10 @@ def test_early_stopping_counts_on_over_a_take_over(nodes, made_once):
     first.signal(signal.SIGKILL)
     first.assert_gone()
     first = nodes.start(0, "task.pace_s=0.1", *words)
-    assert (first.wait(), second.wait()) == (0, 0), first.console + second.console
+    assert ended(first, second) == (0, 0), first.console + second.console
     summary = first.summary()
-    ended = (summary["stop_reason"], summary["steps"], summary["exact"], first.digest)
-    assert ended == ("early_stopping", alone.summary()["steps"], True, alone.digest)
+    end = (summary["stop_reason"], summary["steps"], summary["exact"], first.digest)
+    assert end == ("early_stopping", alone.summary()["steps"], True, alone.digest)
 
 
 def test_preloaded_data_is_read_once_on_each_machine(nodes, made_once):
@@ -47,7 +47,7 @@ def test_preloaded_data_is_read_once_on_each_machine(nodes, made_once):
     second.signal(signal.SIGKILL)
     second.assert_gone()
     second = nodes.start(1, *words, task=task)
-    assert (first.wait(), second.wait()) == (0, 0), first.console + second.console
+    assert ended(first, second) == (0, 0), first.console + second.console
     assert (first.summary()["exact"], first.digest) == (True, alone.digest)
     for run, times in ((first, 1), (second, 2)):
         read = (run.folder / preloaded.READ_NAME).read_text().splitlines()
@@ -66,7 +66,7 @@ def test_machines_that_a_preset_names_are_those_of_the_run(nodes, one_machine):
         words = ("--preset", "cluster", "--token-file", nodes.token)
         runs.append(Run(folder, *SETTINGS, *words, "world_size=2", world=1))
     nodes.runs += runs
-    assert [run.wait() for run in runs] == [0, 0], runs[0].console + runs[1].console
+    assert ended(*runs) == (0, 0), runs[0].console + runs[1].console
     assert runs[0].summary()["world_size"] == 2
     assert runs[0].digest == one_machine(2)
 
@@ -79,11 +79,11 @@ def test_keys_pressed_on_one_machine_stop_both_saved(nodes, where):
     runs = [nodes.start(number, *words) for number in (0, 1)]
     runs[0].wait_for_step(8)
     runs[where].signal(signal.SIGINT)
-    assert [run.wait() for run in runs] == [130, 130], runs[0].console + runs[1].console
+    assert ended(*runs) == (130, 130), runs[0].console + runs[1].console
     stopped = runs[0].summary()
     assert stopped["checkpoint_step"] == stopped["steps"] >= 8
     runs = [nodes.start(number, *words) for number in (0, 1)]
-    assert [run.wait() for run in runs] == [0, 0], runs[0].console + runs[1].console
+    assert ended(*runs) == (0, 0), runs[0].console + runs[1].console
     assert runs[0].events("run_begins")[-1]["resumed_step"] == stopped["steps"]
 
 
@@ -94,7 +94,7 @@ def test_what_a_rank_elsewhere_warns_of_is_on_the_console(nodes, is_shared):
     words = ("--inject", "bad_sample:rank=1,step=5", "on_bad_sample=substitute")
     words += ("-l", nodes.folder / "logs") if is_shared else ()
     first, second = (nodes.start(number, *words, "--max-steps", 12) for number in (0, 1))
-    assert (first.wait(), second.wait()) == (0, 0), first.console + second.console
+    assert ended(first, second) == (0, 0), first.console + second.console
     assert first.console.count("WARNING: node 1: sample ") == 1, first.console
     assert second.console.count("WARNING: sample ") == 1, second.console
 
@@ -108,7 +108,7 @@ def test_a_log_folder_that_one_machine_cannot_write_costs_a_warning(nodes, one_m
         first.wait_for_step(14)
         os.kill(second.rank_pid(1), signal.SIGKILL)
         poll(lambda: "rank 1 on" in first.console, what="the fault")
-        assert (first.wait(), second.wait()) == (0, 0), first.console + second.console
+        assert ended(first, second) == (0, 0), first.console + second.console
     warned = "audit_rank_1.jsonl cannot be written (Read-only file system)"
     assert warned in first.console
     assert warned in second.console
@@ -129,4 +129,4 @@ def test_a_machine_whose_folder_is_read_only_is_refused_at_once(nodes):
         assert "is on a read-only file system" in refused.console
         assert time.monotonic() < began_s + 60.0
     second = nodes.start(1, "--max-steps", 4)
-    assert (first.wait(), second.wait()) == (0, 0), first.console + second.console
+    assert ended(first, second) == (0, 0), first.console + second.console

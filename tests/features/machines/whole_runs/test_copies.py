@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.features.machines.whole_runs.conftest import STEPS
 from tests.features.machines.whole_runs.test_two_nodes import SLOW
-from tests.scenarios.harness import poll
+from tests.scenarios.harness import ended, poll
 
 
 def test_all_ranks_and_the_coordinator_lost_at_once_cost_a_few_steps(nodes, one_machine):
@@ -30,7 +30,7 @@ def test_all_ranks_and_the_coordinator_lost_at_once_cost_a_few_steps(nodes, one_
     poll(lambda: not Path(f"/proc/{lost}").exists(), what="the end of its rank")
     assert not list(first.checkpoints.glob("step_*")) + list(second.checkpoints.glob("step_*"))
     first = nodes.start(0, *settings, ranks=1)
-    assert (first.wait(), second.wait()) == (0, 0), first.console + second.console
+    assert ended(first, second) == (0, 0), first.console + second.console
     assert "node 1 has a newer copy of the state in memory" in first.console
     (taken,) = first.events("copy_taken")
     assert taken["step"] >= reached - 3 * every  # what is known of it was as old as its last status

@@ -11,7 +11,7 @@ def test_a_wrong_gradient_on_another_machine_is_found_and_undone(nodes, one_mach
     """Each machine has folders of its own. Control: the drills of steps without a wrong bit pass."""
     settings = (*PAIRS, "save_every_steps=3", "--inject", WRONG)
     first, other = (nodes.start(number, *settings, ranks=1) for number in (0, 1))
-    assert (first.wait(), other.wait()) == (0, 0), first.console + other.console
+    assert [run.wait(hurries=False) for run in (first, other)] == [0, 0], first.console
     summary, drills = first.summary(), first.events("drill")
     assert {3, 14} <= set(summary["exact_proof"]["drilled"]), first.console
     assert all(one["host"] for one in drills), drills

@@ -10,7 +10,7 @@ import stat
 from ddp_runner.cli.hardware.machine_checks import Verdict
 from ddp_runner.features.machines.node_checks import Asked, node_checks
 from tests.features.machines.whole_runs.test_two_nodes import SLOW
-from tests.scenarios.harness import assert_every_sample_once, poll
+from tests.scenarios.harness import assert_every_sample_once, ended, poll
 
 
 def what_doctor_says(port, checkpoint_dir, *, log_dir="", token_file=""):
@@ -51,7 +51,7 @@ def test_a_token_in_the_shared_folder_lets_the_second_machine_in(nodes, one_mach
     assert what_doctor_says(nodes.port, nodes.folder)["token"] is Verdict.WARN
     assert (first.rank_pid(0), second.rank_pid(2)) == pids
     os.kill(second.rank_pid(3), signal.SIGKILL)
-    assert (first.wait(), second.wait()) == (0, 0), first.console + second.console
+    assert ended(first, second) == (0, 0), first.console + second.console
     assert first.summary()["exact"]
     assert first.digest == one_machine(4)
     assert_every_sample_once(first, 4, samples=192)
@@ -76,13 +76,13 @@ def test_a_new_machine_in_the_first_ones_place_loses_nothing(nodes, one_machine)
     os.kill(second.rank_pid(1), signal.SIGKILL)
     first.wait_for_step(30)
     first.signal(signal.SIGTERM)
-    assert (first.wait(), second.wait()) == (75, 75), first.console + second.console
+    assert ended(first, second) == (75, 75), first.console + second.console
     assert not list(first.logs.glob("audit_rank_1*")), "a record of the other machine's"
     shutil.move(first.checkpoints, second.checkpoints)  # its .owner is a coordinator's of before
     begun = max(int(path.stem.removeprefix("step_")) for path in second.checkpoints.glob("*.pt"))
     first, second = nodes.start(0, SLOW), nodes.start(1, SLOW)
     first.wait_for_checkpoint(begun)
-    assert (first.wait(), second.wait()) == (0, 0), first.console + second.console
+    assert ended(first, second) == (0, 0), first.console + second.console
     assert f"a newer checkpoint, of step {begun}" in first.console
     assert first.events("run_begins")[-1]["resumed_step"] == begun
     assert (first.summary()["exact"], first.digest) == (True, one_machine(2))

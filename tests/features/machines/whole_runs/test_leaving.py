@@ -12,7 +12,7 @@ import pytest
 
 from tests.features.machines.whole_runs.conftest import free_port
 from tests.features.machines.whole_runs.test_two_nodes import SLOW
-from tests.scenarios.harness import WORKLOAD, poll
+from tests.scenarios.harness import WORKLOAD, ended, poll
 
 
 def test_signals_to_another_machine_reach_the_run(nodes):
@@ -27,7 +27,7 @@ def test_signals_to_another_machine_reach_the_run(nodes):
     first.wait_for_step(first.committed() + 5)
     assert len(list(first.checkpoints.glob("step_*.pt"))) == saved == 1
     second.signal(signal.SIGQUIT)
-    assert (first.wait(), second.wait()) == (1, 1), first.console + second.console
+    assert ended(first, second) == (1, 1), first.console + second.console
     for run in (first, second):
         assert "SIGQUIT on node 1" in run.console
     assert len(list(first.checkpoints.glob("step_*.pt"))) == 1
@@ -40,7 +40,7 @@ def test_of_machines_that_leave_together_only_those_that_may_go(nodes):
     first.wait_for_step(5)
     second.signal(signal.SIGTERM)
     third.signal(signal.SIGTERM)
-    codes = [run.wait() for run in (first, second, third)]
+    codes = [*ended(first, second, third)]
     assert codes == [75, 75, 75], first.console + second.console + third.console
     leave = ["this node leaves" in run.console for run in (second, third)]
     assert sorted(leave) == [False, True], second.console + third.console
@@ -68,7 +68,7 @@ def test_a_machine_that_can_start_no_ranks_ends_and_says_why(nodes):
     assert "no ranks can be started" in broken.console
     poll(lambda: "node 1: no ranks can be started" in first.console, what="the reason")
     second = nodes.start(1, *words, **how)
-    assert (first.wait(), second.wait()) == (0, 0), first.console + second.console
+    assert ended(first, second) == (0, 0), first.console + second.console
     assert first.summary()["steps"] == 20
 
 
@@ -146,7 +146,7 @@ def test_a_stall_of_the_old_link_alone_costs_a_repair(nodes, way, one_machine):
     second = nodes.start(1, *words, "--rdzv-endpoint", f"127.0.0.1:{way.port}")
     first.wait_for_step(10)
     way.stall()
-    assert (first.wait(), second.wait()) == (0, 0), first.console + second.console
+    assert ended(first, second) == (0, 0), first.console + second.console
     faults = first.summary()["faults"]
     assert [(fault["kind"], fault["steps_lost"]) for fault in faults] == [("node_lost", 0)]
     assert second.console.count("this is node 1") == 2

@@ -7,6 +7,7 @@ import signal
 import pytest
 
 from tests.features.machines.whole_runs.test_loops import start, wait_for_step
+from tests.scenarios.harness import ended
 from tests.scenarios.test_attached import plant, run_loop
 from tests.scenarios.test_local_state import PLAYING, WAIT, finals
 
@@ -29,7 +30,7 @@ def test_a_lost_machine_gets_its_ranks_state_from_the_other_one(nodes):
         runs[lost].assert_gone()
         runs[lost] = start(nodes, lost, *WAITS, **program)
         (folders[1 - lost] / "go").touch()
-    assert [run.wait() for run in runs] == [0, 0], runs[0].console + runs[1].console
+    assert ended(*runs) == (0, 0), runs[0].console + runs[1].console
     summary = runs[0].summary()
     assert summary["exact"], summary["inexact_reasons"]
     with run_loop(nodes.folder, loop=PLAYING) as calm:

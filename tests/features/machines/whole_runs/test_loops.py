@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.scenarios.conftest import PATIENT, filled_once
-from tests.scenarios.harness import Outputs, Run, poll
+from tests.scenarios.harness import Outputs, Run, ended, poll
 
 LOOP = """
 import sys, time
@@ -110,7 +110,7 @@ def test_a_loop_on_two_machines_loses_no_step_and_no_bit(nodes, weights_of_one_m
     second.signal(signal.SIGCONT)
     poll(lambda: "its ranks have kept their memory" in first.console, what="its return")
     assert (second.rank_pid(2), second.rank_pid(3)) == stays
-    assert (first.wait(), second.wait()) == (0, 0), first.console + second.console
+    assert ended(first, second) == (0, 0), first.console + second.console
     summary = first.summary()
     assert (summary["exact"], summary["steps"], summary["world_size"]) == (True, 60, 4), summary
     faults = [(fault["kind"], fault["steps_lost"]) for fault in summary["faults"]]
@@ -129,12 +129,12 @@ def test_a_stopped_loop_resumes_from_whichever_machine_has_its_state(nodes, weig
     first, second = start(nodes, 0, *unasked), start(nodes, 1, *unasked)
     wait_for_step(first, 10)
     second.signal(signal.SIGTERM)
-    assert (first.wait(), second.wait()) == (75, 75), first.console + second.console
+    assert ended(first, second) == (75, 75), first.console + second.console
     assert "is behind its loop" not in first.console + second.console
     shutil.rmtree(second.checkpoints, ignore_errors=True)
     first.checkpoints.rename(second.checkpoints)
     first, second = start(nodes, 0, *unasked), start(nodes, 1, *unasked)
-    assert (first.wait(), second.wait()) == (0, 0), first.console + second.console
+    assert ended(first, second) == (0, 0), first.console + second.console
     assert "node 1 has a newer checkpoint" in first.console
     summary = first.summary()
     assert (summary["exact"], summary["faults"]) == (True, []), summary
@@ -157,7 +157,7 @@ def test_a_loop_goes_on_under_another_coordinator(nodes, weights_of_one_machine)
     first.logs, first.checkpoints = shared / "logs", shared / "kept"
     wait_for_step(second, 20)
     assert (second.rank_pid(2), second.rank_pid(3)) == pids
-    assert (first.wait(), second.wait()) == (0, 0), first.console + second.console
+    assert ended(first, second) == (0, 0), first.console + second.console
     summary = second.summary()
     assert (summary["exact"], summary["steps"]) == (True, 60), summary
     assert second.digest == weights_of_one_machine

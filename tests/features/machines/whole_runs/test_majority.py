@@ -11,7 +11,7 @@ from ddp_runner.features.machines.ballot_file import BallotFile
 from ddp_runner.features.machines.rules.majority import is_over
 from tests.features.machines.whole_runs.conftest import Nodes
 from tests.features.machines.whole_runs.test_two_nodes import SLOW
-from tests.scenarios.harness import poll
+from tests.scenarios.harness import ended, poll
 
 WORDS = (SLOW, "recovery.elect_coordinator=true", "recovery.node_patience_s=300", "save_interval=0")
 LEADS = "this machine coordinates from here on"
@@ -49,7 +49,7 @@ def test_two_of_three_machines_elect_a_coordinator_and_lose_no_step(nodes, one_m
     third.assert_gone()
     number = 1 + others.index(third)
     first, third = (nodes.start(one, *WORDS, nnodes="2:3") for one in (0, number))
-    assert [run.wait() for run in (first, second, third)] == [0, 0, 0], second.console
+    assert ended(first, second, third) == (0, 0, 0), second.console
     assert "was elected: following it" in first.console
     for run in (first, second, third):  # the next launch waits for none of the others
         assert is_over([BallotFile(run.checkpoints).read()])
@@ -68,6 +68,6 @@ def test_a_coordinator_that_was_away_finds_another_one_elected(nodes, one_machin
     assert "a majority has elected another coordinator" in first.console
     shutil.rmtree(first.checkpoints)
     first = nodes.start(0, *WORDS, nnodes="2:3")
-    assert [run.wait() for run in (first, second, third)] == [0, 0, 0], second.console
+    assert ended(first, second, third) == (0, 0, 0), second.console
     assert "this one follows it" in first.console
     assert second.digest == one_machine(3)

@@ -18,7 +18,14 @@ from tests.features.machines.whole_runs.conftest import SETTINGS, TOKEN
 from tests.features.machines.whole_runs.test_majority import LEADS
 from tests.features.machines.whole_runs.test_scripts import NAMES, SCRIPT, began
 from tests.processes import poll
-from tests.scenarios.harness import NO_DRILLS, ONE_THREAD, ROOT, WORKLOAD, processes_with
+from tests.scenarios.harness import (
+    HURRY_NAME,
+    NO_DRILLS,
+    ONE_THREAD,
+    ROOT,
+    WORKLOAD,
+    processes_with,
+)
 
 # Loopback in each, and a bridge between them; all of it ends with the last process in here.
 NETWORK = """
@@ -60,6 +67,7 @@ class Network:
             start_new_session=True,
         )
         self.started = []
+        self._folders = []
         self.run(NETWORK.replace("set -e", ""))
 
     def run(self, line):
@@ -82,6 +90,7 @@ class Network:
 
     def _start(self, number, folder, *words):
         folder.mkdir(exist_ok=True)
+        self._folders.append(folder)
         name, value = self.mark.split("=")
         variables = {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder), "DDP_RUNNER_TOKEN": TOKEN}
         shell = f"/proc/{self.shell.pid}"
@@ -94,6 +103,11 @@ class Network:
                 namespaces=(f"{shell}/ns/user", f"{shell}/root/run/netns/node{number}"),
             )
         self.started.append(process)
+
+    def hurry(self):
+        """Have no step take longer than it must from here on."""
+        for folder in self._folders:
+            (folder / HURRY_NAME).touch()
 
     def end(self):
         with self.shell:  # which closes its pipes and waits
@@ -136,6 +150,7 @@ def test_a_link_that_is_cut_costs_no_step_and_no_bit(network, tmp_path, made_onc
     poll(lambda: "the ranks here wait for it" in console(1), what="ranks that wait")
     assert status()["step"] < 60
     network.run("ip link set wire1 up")
+    network.hurry()
     summary = folders[0] / "logs" / "summary.json"
     poll(summary.exists, timeout_s=90.0, what=f"the end: {console(0)}{console(1)}")
     found = json.loads(summary.read_text(encoding="utf-8"))
@@ -159,7 +174,7 @@ ip -n node1 rule add pref 20 to 10.9.0.1 lookup 5
 def test_a_firewall_that_passes_the_endpoint_alone_is_one_line(network, tmp_path):
     """It names both machines and what to do, and neither waits for ever."""
     network.run(FIREWALL)
-    words = ("--nnodes", 2, "--rdzv-endpoint", "10.9.0.1:29500", "recovery.form_timeout_s=5")
+    words = ("--nnodes", 2, "--rdzv-endpoint", "10.9.0.1:29500", "recovery.form_timeout_s=3")
     for number in range(2):
         network.start(number, tmp_path / f"machine{number}", *words, "--node-rank", number)
     summary = tmp_path / "machine0" / "logs" / "summary.json"
@@ -168,7 +183,7 @@ def test_a_firewall_that_passes_the_endpoint_alone_is_one_line(network, tmp_path
     poll(lambda: not processes_with(network.mark), what="the ends of all")
     host = socket.gethostname()
     line = (
-        f"the ranks did not form within 5 s: perhaps node 0 ({host}) and node 1 ({host}) cannot reach"
+        f"the ranks did not form within 3 s: perhaps node 0 ({host}) and node 1 ({host}) cannot reach"
         " each other: let TCP through between them"
     )
     for console in consoles:
@@ -223,7 +238,7 @@ def test_a_script_goes_on_with_fewer_behind_a_link_that_is_cut(network, tmp_path
     """Its ranks find each other though both hosts have one name, and those of the lost machine end."""
     folders = [tmp_path / "first", tmp_path / "second"]
     words = ("--nnodes", "1:2", "--rdzv-endpoint", "10.9.0.1:29500", "--max-restarts", 3)
-    words += ("recovery.node_patience_s=1", "train.py", 200, tmp_path / "kept.pt", NAMES)
+    words += ("recovery.node_patience_s=1", "train.py", 80, tmp_path / "kept.pt", NAMES)
     for number, folder in enumerate(folders):
         folder.mkdir()
         (folder / "train.py").write_text(SCRIPT)
@@ -276,8 +291,9 @@ def test_a_coordinator_whose_link_is_cut_is_replaced_and_follows(network, tmp_pa
     assert "a majority has elected another coordinator" in console(0)
     assert committed(0) == before
     network.start(0, folders[0], *words, "--node-rank", 0)
+    poll(lambda: "was elected: following it" in console(0), what=f"a follower: {console(0)}")
+    network.hurry()
     poll(lambda: not processes_with(network.mark), timeout_s=120.0, what=f"the end: {console(0)}")
-    assert "was elected: following it" in console(0)
     (summary,) = list(tmp_path.glob("machine[12]/logs/summary.json"))
     found = json.loads(summary.read_text(encoding="utf-8"))
     assert (found["status"], found["exact"]) == ("completed", True), found
@@ -303,6 +319,7 @@ def test_a_coordinator_without_power_is_followed_and_the_others_go_on(network, t
         network.start(number, folder, *words, "--node-rank", number)
     poll(lambda: status()["step"] >= 10, what="ten steps")
     network.run("ip netns pids node0 | xargs kill -9")
+    network.hurry()
     summary = shared / "logs" / "summary.json"
     poll(summary.exists, timeout_s=120.0, what=f"the end: {tmp_path}")
     poll(lambda: not processes_with(network.mark), what="the ends of all")

@@ -10,7 +10,7 @@ import socket
 import pytest
 
 from tests.features.machines.whole_runs.conftest import TOKEN, free_port
-from tests.scenarios.harness import Run, poll
+from tests.scenarios.harness import Run, ended, poll
 
 SCRIPT = """
 import os, sys, time
@@ -104,7 +104,7 @@ def test_a_rank_lost_on_one_machine_has_all_start_again_on_both(nodes):
     assert "--node-rank=2: must be the number of this machine, 0 to 1" in other.console
     os.kill(second.rank_pid(1), signal.SIGKILL)
     nodes.await_begin(1, 1)
-    assert (first.wait(), second.wait()) == (0, 0), first.console + second.console
+    assert ended(first, second) == (0, 0), first.console + second.console
     here = socket.gethostname()
     line = f"node 1 ({here}): rank 1 killed (SIGKILL)"
     assert line in first.console, first.console
@@ -154,7 +154,7 @@ def test_a_script_goes_on_with_fewer_machines_and_more(nodes):
     nodes.await_begin(1, 2)
     assert began(nodes.log(1, 2))[1]["WORLD_SIZE"] == "2"
     second.signal(signal.SIGINT)
-    assert (first.wait(), second.wait()) == (130, 130), first.console + second.console
+    assert ended(first, second) == (130, 130), first.console + second.console
     causes = [one["cause"] for one in first.summary()["attempts"]]
     assert "node 1" in causes[0]
     assert "SIGKILL" in causes[1]
@@ -177,7 +177,7 @@ def test_a_script_starts_again_under_another_coordinator(nodes):
     first.assert_gone()
     poll(lambda: "this machine coordinates from here on" in second.console, what="the new one")
     first = nodes.start(0, "-l", shared)
-    assert (first.wait(), second.wait()) == (0, 0), first.console + second.console
+    assert ended(first, second) == (0, 0), first.console + second.console
     assert "has taken this machine's place: following it" in first.console
     assert re.search(r"the coordinator, node 0 \(.+\), is lost", second.console)
     for rank in (0, 1):
@@ -202,7 +202,7 @@ def test_three_machines_choose_who_starts_a_script_again(nodes):
     poll(lambda: any(leads in run.console for run in others), what="an election")
     new, third = sorted(others, key=lambda run: leads not in run.console)
     first = nodes.start(0, *how, nnodes="2:3")
-    assert [run.wait() for run in (first, new, third)] == [0, 0, 0], new.console + first.console
+    assert ended(first, new, third) == (0, 0, 0), new.console + first.console
     assert "was elected: following it" in first.console
     for rank in range(3):
         step, variables = began(nodes.log(rank, 1))

@@ -10,7 +10,7 @@ from ddp_runner.features.machines.parent.admission import LossCount, place_for
 from ddp_runner.features.machines.parent.remote_node import SPARE, RemoteNode
 from ddp_runner.features.machines.rules.node_messages import Hello, Parked
 from ddp_runner.kernel.system.clock import SYSTEM_CLOCK
-from tests.scenarios.harness import poll
+from tests.scenarios.harness import ended, poll
 
 SLOWER = "task.pace_s=0.15"  # a machine is started again before the run is over
 
@@ -100,7 +100,7 @@ def test_a_spare_machine_takes_the_place_of_one_that_is_lost(nodes, one_machine)
     assert first.rank_pid(0) == stays
     second.signal(signal.SIGTERM)
     assert second.wait() == 75, second.console
-    assert (first.wait(), spare.wait()) == (0, 0), first.console + spare.console
+    assert ended(first, spare) == (0, 0), first.console + spare.console
     faults = [(one["kind"], one["steps_lost"]) for one in first.summary()["faults"]]
     assert faults == [("node_lost", 0)]
     assert (first.summary()["exact"], first.digest) == (True, one_machine(2))
@@ -123,6 +123,6 @@ def test_a_number_that_a_silent_machine_holds_is_waited_for(nodes, one_machine):
     said = "this machine waits: another machine is node 1, until that is lost"
     poll(lambda: said in second.console, what="why it waits")
     poll(lambda: not psutil.pid_exists(lost), what="the end of its rank")
-    codes = first.wait(), second.wait(), other.wait()
+    codes = ended(first, second, other)
     assert codes == (0, 0, 0), first.console + second.console + other.console
     assert (first.summary()["exact"], first.digest) == (True, one_machine(2))

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from tests.features.machines.whole_runs.test_two_nodes import SLOW
-from tests.scenarios.harness import poll
+from tests.scenarios.harness import ended, poll
 
 UNSAVED = (SLOW, "save_every_steps=0", "save_interval=0", "recovery.coordinator_wait_s=60")
 
@@ -44,7 +44,7 @@ def test_one_press_of_keys_that_comes_twice_is_one_stop(nodes):
     for run in (second, first, second):
         run.signal(signal.SIGINT)
         time.sleep(0.02)
-    assert (first.wait(), second.wait()) == (130, 130), first.console + second.console
+    assert ended(first, second) == (130, 130), first.console + second.console
     assert _newest(first) >= 8, first.console
     assert "asked to stop" in second.console
 
@@ -66,9 +66,9 @@ def test_coordinators_killed_one_after_the_other_lose_no_step(nodes, one_machine
     assert [second.rank_pid(rank) for rank in theirs] == pids
     if is_stopped:
         first.signal(signal.SIGTERM)
-        assert (first.wait(), second.wait()) == (75, 75), first.console + second.console
+        assert ended(first, second) == (75, 75), first.console + second.console
         assert _newest(first) >= 20, first.console
         return
-    assert (first.wait(), second.wait()) == (0, 0), first.console + second.console
+    assert ended(first, second) == (0, 0), first.console + second.console
     assert not first.summary()["faults"], first.console
     assert (first.summary()["exact"], first.digest) == (True, one_machine(4))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 
 from tests.features.machines.whole_runs.test_two_nodes import SLOW
-from tests.scenarios.harness import assert_every_sample_once, poll
+from tests.scenarios.harness import assert_every_sample_once, ended, poll
 
 
 def test_a_machine_takes_the_coordinators_place_and_the_lost_one_follows(nodes, one_machine):
@@ -26,7 +26,7 @@ def test_a_machine_takes_the_coordinators_place_and_the_lost_one_follows(nodes, 
     first.logs, first.checkpoints = shared / "logs", shared / "kept"
     second.wait_for_step(30)
     assert (second.rank_pid(2), second.rank_pid(3)) == pids
-    assert (first.wait(), second.wait()) == (0, 0), first.console + second.console
+    assert ended(first, second) == (0, 0), first.console + second.console
     assert "has taken this machine's place: following it" in first.console
     summary = second.summary()
     assert (summary["exact"], second.digest) == (True, one_machine(4)), summary

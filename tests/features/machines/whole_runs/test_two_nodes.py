@@ -21,7 +21,8 @@ from ddp_runner.features.report import run_report as report
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.system.folder_owner import FolderOwner, new_term
 from tests.features.machines.whole_runs.conftest import STEPS, TOKEN, free_port
-from tests.scenarios.harness import ROOT, TRAIN, poll
+from tests.processes import poll_settled
+from tests.scenarios.harness import ROOT, TRAIN, ended, poll
 from tests.scenarios.test_parents import HELD
 
 SLOW = "task.pace_s=0.05"
@@ -40,7 +41,7 @@ def test_a_rank_lost_on_either_node_costs_no_step_and_no_bit(nodes, one_machine)
         os.kill(run.rank_pid(rank), signal.SIGKILL)
         first.wait_for_step(step)
     assert (second.rank_pid(2), first.rank_pid(0)) == stays
-    assert (first.wait(), second.wait()) == (0, 0), first.console + second.console
+    assert ended(first, second) == (0, 0), first.console + second.console
     summary = first.summary()
     assert (summary["exact"], summary["world_size"]) == (True, 4), summary
     faults = [(fault["kind"], fault["rank"], fault["steps_lost"]) for fault in summary["faults"]]
@@ -72,7 +73,7 @@ def test_a_node_that_is_lost_comes_back_and_nothing_else_is_lost(nodes, one_mach
     second.signal(signal.SIGCONT)
     first.wait_for_step(30)
     assert first.rank_pid(0) == stays
-    assert (first.wait(), second.wait()) == (0, 0), first.console + second.console
+    assert ended(first, second) == (0, 0), first.console + second.console
     summary = first.summary()
     assert [(fault["kind"], fault["steps_lost"]) for fault in summary["faults"]] == [
         ("node_lost", 0),
@@ -111,7 +112,7 @@ def test_without_the_coordinator_a_node_ends_its_ranks_and_with_75(nodes, one_ma
     assert second.wait() == 75, second.console
     assert "the coordinator is lost" in second.console
     first, second = nodes.start(0, *settings), nodes.start(1, *settings)
-    assert (first.wait(), second.wait()) == (0, 0), first.console + second.console
+    assert ended(first, second) == (0, 0), first.console + second.console
     assert (first.summary()["steps"], first.digest) == (STEPS, one_machine(2))
 
 
@@ -134,7 +135,7 @@ def test_a_coordinator_that_comes_again_takes_the_ranks_of_others_over(nodes, on
     first = nodes.start(0, *settings)
     first.wait_for_step(45)
     assert (second.rank_pid(2), second.rank_pid(3)) == pids
-    assert (first.wait(), second.wait()) == (0, 0), first.console + second.console
+    assert ended(first, second) == (0, 0), first.console + second.console
     assert "its ranks have kept their memory" in first.console
     assert re.search(r"continues at step (3|4)\d, the newest state of all machines", first.console)
     again = first.events("rank_formed")[-4:]
@@ -161,7 +162,7 @@ def test_a_take_over_without_old_logs_knows_why_it_is_inexact(nodes):
         folder.rename(folder.with_name(f"old_{folder.name}"))
     first = nodes.start(0, *settings)
     # The old journal alone knows that the fault has come: 1.
-    assert (first.wait(), second.wait()) == (1, 1), first.console + second.console
+    assert ended(first, second) == (1, 1), first.console + second.console
     summary = first.summary()
     assert summary["steps"] == STEPS
     assert not summary["exact"]
@@ -181,7 +182,7 @@ def test_a_zygote_that_crashes_while_ranks_wait_loses_no_step(nodes, one_machine
     said = "the zygote died of SIGSEGV; starting another one"
     poll(lambda: said in second.console, what="another zygote")
     first = nodes.start(0, *settings)
-    assert (first.wait(), second.wait()) == (0, 0), first.console + second.console
+    assert ended(first, second) == (0, 0), first.console + second.console
     assert_of_second(first.events("rank_formed")[-2:], step=10, ranks=(1,))
     assert (first.summary()["exact"], first.digest) == (True, one_machine(2))
 
@@ -205,7 +206,7 @@ def test_a_coordinator_that_cannot_start_leaves_others_their_memory(nodes, one_m
     assert "the process that imports torch died of SIGSEGV" in first.console
     held.unlink()
     first = nodes.start(0, *settings, **how)
-    assert (first.wait(), second.wait()) == (0, 0), first.console + second.console
+    assert ended(first, second) == (0, 0), first.console + second.console
     assert_of_second(first.events("rank_formed")[-2:], step=10, ranks=(1,))
     assert (first.summary()["exact"], first.digest) == (True, one_machine(2))
 
@@ -223,7 +224,7 @@ def test_a_coordinator_whose_folder_was_taken_ends(nodes):
     first.assert_gone()
     theirs.rmdir()  # and nobody has removed it
     theirs.parent.rmdir()
-    assert (first.wait(), second.wait()) == (75, 75), first.console + second.console
+    assert ended(first, second) == (75, 75), first.console + second.console
     assert "another coordinator has taken" in first.console
     assert "the ranks here wait for it, with their memory" in second.console
     assert sorted(path.name for path in first.checkpoints.glob("step_*")) == before
@@ -237,10 +238,12 @@ def test_ranks_of_a_node_that_is_cut_off_train_and_publish_nothing(nodes, one_ma
     pids = second.rank_pid(2), second.rank_pid(3)
     first.signal(signal.SIGSTOP)
     poll(lambda: "wait for it, with their memory" in second.console, what="ranks that wait")
+    poll_settled(first.committed, what="ranks that train no more")
+    assert first.committed() < STEPS
     first.signal(signal.SIGCONT)
     first.wait_for_step(first.committed() + 10)
     assert (second.rank_pid(2), second.rank_pid(3)) == pids
-    assert (first.wait(), second.wait()) == (0, 0), first.console + second.console
+    assert ended(first, second) == (0, 0), first.console + second.console
     assert (first.summary()["exact"], first.digest) == (True, one_machine(4))
 
 
@@ -272,7 +275,7 @@ def test_who_does_not_fit_is_refused_in_one_line(nodes):
     for run in (first, second):
         run.signal(signal.SIGINT)
         time.sleep(0.1)
-    assert (first.wait(), second.wait()) == (130, 130), first.console + second.console
+    assert ended(first, second) == (130, 130), first.console + second.console
 
 
 def test_what_decides_collectives_is_given_to_the_coordinator_alone(nodes):
@@ -281,7 +284,7 @@ def test_what_decides_collectives_is_given_to_the_coordinator_alone(nodes):
     words = ("replica_check_steps=2", "evaluate_at_start=true", "evaluate_batches=1")
     words += ("evaluation_batch_size=3", "explosion_loss_max=1000")
     first, second = (nodes.start(0, "--max-steps", 6, *words), nodes.start(1, "--max-steps", 6))
-    assert (first.wait(), second.wait()) == (0, 0), first.console + second.console
+    assert ended(first, second) == (0, 0), first.console + second.console
     summary = first.summary()
     assert (summary["exact"], summary["faults"]) == (True, []), first.console
 
@@ -290,7 +293,7 @@ def test_commands_on_a_follower_name_the_machine_with_the_files(nodes, monkeypat
     """Its own folders have the logs of its ranks alone."""
     nodes.ranks = 1
     first, second = (nodes.start(number, "--max-steps", 2) for number in (0, 1))
-    assert (first.wait(), second.wait()) == (0, 0), first.console + second.console
+    assert ended(first, second) == (0, 0), first.console + second.console
     monkeypatch.chdir(nodes.folder)
     (nodes.folder / "logs").mkdir()
     second.logs.rename(nodes.folder / "logs" / "mine")
@@ -333,7 +336,7 @@ def test_a_stale_checkout_is_refused_and_named(nodes):
     ), refused.console
     _mine(nodes, 1, 1)
     second = nodes.start(1, "--max-steps", 4, task="mine.py")
-    assert (first.wait(), second.wait()) == (0, 0), first.console + second.console
+    assert ended(first, second) == (0, 0), first.console + second.console
     assert re.search(r"2 on 2 machines, same code \w{6}, the CPU", first.console), first.console
     assert first.summary()["exact"]
 
@@ -344,7 +347,7 @@ def test_different_code_that_is_allowed_is_not_exact(nodes):
     _mine(nodes, 0, 1), _mine(nodes, 1, 2)
     words = ("--max-steps", 4, "--allow-different-code")
     first, second = (nodes.start(number, *words, task="mine.py") for number in (0, 1))
-    assert (first.wait(), second.wait()) == (0, 0), first.console + second.console
+    assert ended(first, second) == (0, 0), first.console + second.console
     summary = first.summary()
     assert not summary["exact"]
     assert [reason.partition(":")[0] for reason in summary["inexact_reasons"]] == ["helper.py"]

@@ -16,7 +16,7 @@ import pytest
 from tests import ready
 from tests.disks import small_disk
 from tests.features.machines.whole_runs.test_two_nodes import SLOW
-from tests.scenarios.harness import poll
+from tests.scenarios.harness import ended, poll
 
 DAY_S = 86_400
 
@@ -49,7 +49,7 @@ def test_a_disk_that_is_full_for_a_while_costs_no_bit(nodes, one_machine, where)
         poll(lambda: f"rank {where} on" in runs[0].console, what="the fault")
         poll(lambda: "cannot be written (" in runs[0].console, what="a warning")
         filler.unlink()
-        assert [run.wait() for run in runs] == [0, 0], runs[0].console + runs[1].console
+        assert ended(*runs) == (0, 0), runs[0].console + runs[1].console
         logs = disk / "logs" if where == 0 else runs[0].logs
         summary = json.loads((logs / "summary.json").read_text())
     assert [(one["kind"], one["steps_lost"]) for one in summary["faults"]] == [("rank_killed", 0)]
@@ -99,7 +99,7 @@ def test_a_clock_that_is_a_day_wrong_costs_nothing(nodes, one_machine, other_clo
     first.signal(signal.SIGKILL)
     first.assert_gone()
     first = nodes.start(0, *words)
-    assert (first.wait(), second.wait()) == (0, 0), first.console + second.console
+    assert ended(first, second) == (0, 0), first.console + second.console
     summary = first.summary()
     assert (summary["exact"], first.digest) == (True, one_machine(2)), summary
     assert 0 < sum(summary["time_s"].values()) < 300
