@@ -59,6 +59,7 @@ def test_data_that_is_shuffled_where_it_is_made_is_the_same_everywhere(tmp_path,
 
 UNKEPT = CARELESS.replace(":CarelessTask", ":UnkeptTask")
 LEVEL = "`data.level` changes during training and is not kept: compute what depends on the step"
+WRAPPED = LEVEL.replace("data.level", "data.dataset.level")
 CACHE = "a cache of random draws in the dataset changes during training and is not kept"
 
 
@@ -66,19 +67,21 @@ CACHE = "a cache of random draws in the dataset changes during training and is n
     ("kind", "fault", "line"),
     [
         ("harder", "kill:rank=1,step=22", LEVEL),
+        ("wrapped", "kill:rank=1,step=22", WRAPPED),
+        ("scaled", "kill:rank=1,step=22", ""),
         ("caching", "kill:rank=all,step=22", CACHE),
         ("caching", "loader_kill:rank=1,step=22", CACHE),
         ("drawing", "kill:rank=all,step=22", ""),
     ],
 )
 def test_what_a_new_process_of_the_data_lacks_is_named(tmp_path, made_once, kind, fault, line):
-    """A repaired run has other weights: the data is as it was made. What depends on the epoch's draws alone is exact."""
+    """A repaired run has other weights: the data is as it was made. Exact is what uses the epoch's draws or the task's state."""
     settings = (
         "-b",
         12,
         "--epochs",
         4,
-        f"num_workers={int(kind != 'harder')}",
+        f"num_workers={int(kind in ('caching', 'drawing'))}",
         f"task.kind={kind}",
     )
     fault_free = made_once(*settings, task=UNKEPT)

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import io
 import random
+import tracemalloc
+import weakref
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+    Subset,
+)
 
 from ddp_runner.training.exactness.held_values import DataWatch, watched_in
 from ddp_runner.training.own_loop.batches import GivenBatches, OwnBatches, length_of
@@ -195,3 +205,102 @@ def test_what_loading_alone_changes_is_no_change_by_a_loss():
         data[index]
         watch.drawn()
     assert found == []
+
+
+def named_in_calls(data, change, **how):
+    """What is named of ``data`` over calls that ``change`` it."""
+    found = []
+    watch = DataWatch({"data": data}, note=found.extend, **how)
+    for _ in range(3):
+        with watch.around_call():
+            change()
+    return found
+
+
+class Wrapping(Samples):
+    def __init__(self, *inner):
+        super().__init__()
+        self.inner = inner
+
+
+@pytest.mark.parametrize(
+    ("wrap", "place"),
+    [
+        (lambda data: Subset(data, range(4)), "dataset"),
+        (lambda data: Subset(Subset(data, range(4)), range(2)), "dataset.dataset"),
+        (lambda data: ConcatDataset([Counting(), data]), "datasets[1]"),
+        (lambda data: Wrapping({"clean": data}), "inner[0]['clean']"),
+    ],
+)
+def test_data_behind_other_datasets_is_looked_at(wrap, place):
+    data = Rising()
+    data.level = 0.0
+
+    def change():
+        data.level += 0.5
+
+    assert named_in_calls(wrap(data), change) == [f"`data.{place}.level`"]
+
+
+class Owner:
+    def __init__(self):
+        self.steps = 0
+
+    def transformed(self, sample):
+        return sample
+
+
+def test_an_object_of_the_kept_state_is_no_data():
+    """A transform is often a method of the task, whose own state is kept."""
+    owner, data = Owner(), Samples()
+    data.transform = owner.transformed
+
+    def change():
+        owner.steps += 1
+
+    assert named_in_calls(data, change, is_kept=lambda value: value is owner) == []
+    assert named_in_calls(owner, change, is_kept=lambda value: value is owner) == []
+    assert named_in_calls(data, change) == ["`data.transform`"]
+
+
+class Unasked:
+    @property
+    def __class__(self):
+        raise RuntimeError("its settings are not loaded")
+
+
+class ReadLate(list):
+    def __len__(self):
+        return 50_000
+
+    def __iter__(self):
+        raise RuntimeError("it would read all of it")
+
+
+def test_an_object_that_cannot_be_asked_ends_nothing():
+    data, owner = Rising(), Owner()
+    data.level, data.settings, data.frames = 0.0, Unasked(), ReadLate()
+    data.owner = weakref.proxy(owner)
+    del owner
+
+    def change():
+        data.level += 0.5
+
+    assert named_in_calls(data, change) == ["`data.level`"]
+
+
+def test_a_look_at_large_data_copies_little_of_it():
+    data = Samples()
+    data.volumes = [np.ones(1_000_000, dtype=np.uint8) for _ in range(30)]
+    data.turned = np.ones((2_000, 5_000), dtype=np.float32).T
+    tracemalloc.start()
+
+    def change():
+        data.volumes[3][:] += 1
+        data.turned += 1
+
+    try:
+        assert named_in_calls(data, change) == ["`data.volumes`", "`data.turned`"]
+        assert tracemalloc.get_traced_memory()[1] < 4_000_000
+    finally:
+        tracemalloc.stop()

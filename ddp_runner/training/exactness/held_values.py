@@ -19,8 +19,9 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
+from ddp_runner.kernel.rules.classify import lacks_memory
 from ddp_runner.training.exactness.traces import Trace
 from ddp_runner.training.exactness.values import kept_of
 from ddp_runner.values.object_graph import (
@@ -37,12 +38,16 @@ _BYTES_MAX = 1 << 20  # of arrays that are compared whole
 _ENTRIES_MAX = 10_000
 _NUMBERS_MAX = 1_000_000  # of numbers and texts alone
 _OBJECTS_MAX = 1_000  # in the values of one name
+_DATASETS_MAX = 64  # in one list or dict: a longer one holds samples
 CURE_IN_LOOP = (
     "set it in set_epoch(), or draw from the global generators, which are seeded for each epoch"
 )
 _LOOKS_IN_A_ROW = 4  # at steps; then at every power of two
 _LOOKED_MIN_S, _LOOKED_SHARE = 0.05, 0.01  # of the time, for looks at much data
-_WHOLE_MAX = 256  # entries that are compared with what is in them
+_WHOLE_MAX, _WITHIN_MAX = (
+    256,
+    100_000,
+)  # entries that are compared with what is in them, and how much that may be
 _OF_DATA = LEAVES - {type(None)}
 _DATA = (Tensor, np.ndarray, list, tuple, dict, set, frozenset, deque)
 Look = Callable[[Any], bool]  # whether a value is the one that was looked at, unchanged
@@ -72,13 +77,26 @@ class HeldValues:
         """Return the same without backquotes; a name is returned each time that it changes."""
         found = []
         for name, value in self._values().items():
-            if name in self._found or self._is_apart(value):
+            if name in self._found:
                 continue
-            before, parts = self._looks.get(name, {}), dict(self._parts(value))
-            if any(path in before and not before[path](one) for path, one in parts.items()):
-                found.append(name)
-            self._looks[name] = {path: self._look_of(one) for path, one in parts.items()}
+            try:
+                if self._has_changed(name, value):
+                    found.append(name)
+            except Exception as error:  # one that cannot even be asked for its class
+                if lacks_memory(error):
+                    raise
+                self.forget([name])
         return found
+
+    def _has_changed(self, name: str, value: Any) -> bool:
+        if self._is_apart(value):
+            return False
+        before, parts = self._looks.get(name, {}), dict(self._parts(value))
+        has_changed = any(path in before and not before[path](one) for path, one in parts.items())
+        self._looks.pop(name, None)
+        del before  # before the next copies are made
+        self._looks[name] = {path: self._look_of(one) for path, one in parts.items()}
+        return has_changed
 
     def forget(self, names: Iterable[str]) -> None:
         """Look at these no more."""
@@ -118,36 +136,54 @@ class HeldValues:
 
 def whole_look(value: Any, *, skipped: Callable[[Any], bool]) -> Look:
     """Return a comparison with ``value`` as it is now; of much data, with a part of it."""
-    if isinstance(value, np.memmap) and not value.flags.writeable:
-        return lambda now: now is value  # to read parts of it would wait for its disk
-    if isinstance(value, np.ndarray) and value.nbytes > _BYTES_MAX:
+    if issubclass(type(value), np.ndarray) and value.nbytes > _BYTES_MAX:
         return _sampled(value)
-    if isinstance(value, (list, tuple)) and _ENTRIES_MAX < len(value) <= _NUMBERS_MAX:
+    if type(value) in (list, tuple) and _ENTRIES_MAX < len(value) <= _NUMBERS_MAX:
         copied = tuple(value)
         if set(map(type, copied)) <= LEAVES:
             return lambda now: type(now) is type(value) and tuple(now) == copied
-    if isinstance(value, (list, tuple, dict, set)) and _entries(value) > _ENTRIES_MAX:
-        size = len(value)
-        return lambda now: now is value and len(value) == size
+    kind = _container_kind(value)
+    if kind is not None and _entries(value, most=_ENTRIES_MAX) > _ENTRIES_MAX:
+        size = kind.__len__(value)
+        return lambda now: now is value and kind.__len__(value) == size
     return kept_of(value, with_contents=False, skipped=skipped).is_in
 
 
-def _sampled(value: np.ndarray[Any, Any]) -> Look:
-    every = math.ceil(value.size / _ENTRIES_MAX)
-    before = value.reshape(-1)[::every].tobytes()
-    return lambda now: now is value and value.reshape(-1)[::every].tobytes() == before
+def _sampled(value: np.ndarray[Any, Any], *, count: int = _ENTRIES_MAX) -> Look:
+    if not value.flags.writeable:
+        return lambda now: now is value  # to read parts of a file would wait for its disk
+    every = math.ceil(value.size / count) or 1
+
+    def some() -> bytes:
+        return value.flat[
+            ::every
+        ].tobytes()  # reshape() would copy an array whose rows are not in order
+
+    before = some()
+    return lambda now: now is value and some() == before
 
 
-def _entries(value: Any, depth: int = 4) -> int:
-    """About how many values there are within, numbers of arrays too."""
-    if isinstance(value, np.ndarray):
-        return value.size
-    if not isinstance(value, (list, tuple, dict, set)):
+def _container_kind(value: Any) -> Any:
+    """Return the class of Python's that a list, dict or the like is of, or is derived from; None for others."""
+    return next((one for one in (list, tuple, dict, set) if issubclass(type(value), one)), None)
+
+
+def _entries(value: Any, *, most: int, depth: int = 4) -> int:
+    """About how many values there are within, numbers of arrays too; beyond ``most`` they are not counted."""
+    if issubclass(type(value), np.ndarray):
+        return int(value.size)
+    kind = _container_kind(value)
+    if kind is None:
         return 1
-    if not depth or len(value) > _ENTRIES_MAX:
-        return len(value)
-    inner = value.values() if isinstance(value, dict) else value
-    return 1 + sum(_entries(one, depth - 1) for one in inner)
+    count = int(kind.__len__(value))
+    if not depth:
+        return count
+    for one in kind.values(value) if kind is dict else kind.__iter__(value):
+        if count > most:
+            break
+        if type(one) not in LEAVES:
+            count += _entries(one, most=most - count, depth=depth - 1)
+    return count
 
 
 class DataWatch:
@@ -167,10 +203,11 @@ class DataWatch:
         ids = set(map(id, owners.values()))
 
         def is_apart(value: Any) -> bool:
-            return id(value) in ids or isinstance(value, (DataLoader, io.IOBase)) or is_kept(value)
+            is_open = issubclass(type(value), (DataLoader, io.IOBase))
+            return id(value) in ids or is_open or is_kept(value)
 
         def values() -> dict[str, Any]:
-            return _values_of(owners)
+            return _values_of(with_inner_datasets(owners), is_kept=is_kept)
 
         self._note = note
         self._between_passes = _Remembered(values, is_apart=is_apart)
@@ -249,10 +286,37 @@ def watched_in(batches: Iterable[Any]) -> dict[str, Any]:
     return owners
 
 
-def _values_of(owners: Mapping[str, Any]) -> dict[str, Any]:
+def with_inner_datasets(owners: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``owners`` and the datasets that these wrap, as a ``Subset`` does, by name."""
+    walk = Walk(inside=_datasets_inside, breadth_first=True, objects_max=_OBJECTS_MAX)
+    inner = [found for pair in owners.items() for found in walk.over([pair])]
+    return {**owners, **{path: at for path, at, _ in inner if issubclass(type(at), Dataset)}}
+
+
+def _datasets_inside(path: str, at: Any) -> list[tuple[str, Any]] | None:
+    kind = _container_kind(at)
+    if kind is None:
+        inner = [(f"{path}.{key}", one) for key, one in attributes_of(at).items()]
+    elif kind is set or kind.__len__(at) > _DATASETS_MAX:
+        return None
+    else:
+        pairs = kind.items(at) if kind is dict else enumerate(kind.__iter__(at))
+        inner = [(f"{path}[{key!r}]", one) for key, one in pairs]
+    return [
+        (where, one)
+        for where, one in inner
+        if issubclass(type(one), Dataset) or _container_kind(one) in (list, tuple, dict)
+    ]
+
+
+def _values_of(owners: Mapping[str, Any], *, is_kept: Callable[[Any], bool]) -> dict[str, Any]:
     found: dict[str, Any] = {}
+    known: set[int] = set()
     for name, owner in owners.items():
-        at = owner.__self__ if isinstance(owner, MethodType) else owner
+        at = owner.__self__ if type(owner) is MethodType else owner
+        if id(at) in known or is_kept(at):
+            continue
+        known.add(id(at))
         values = {
             key: value
             for kind in reversed(own_classes(at))  # what an attribute is until it is set
@@ -279,7 +343,9 @@ def _filling(value: dict[Any, Any] | list[Any]) -> Look:
     every = math.ceil(len(value) / _ENTRIES_MAX) or 1
     pairs = value.items() if isinstance(value, dict) else enumerate(value)
     before = [(key, one) for key, one in itertools.islice(pairs, 0, None, every) if one is not None]
-    looks = [(key, _entry_look(one, is_whole=len(before) <= _WHOLE_MAX)) for key, one in before]
+    is_whole = len(before) <= _WHOLE_MAX and _entries(value, most=_WITHIN_MAX) <= _WITHIN_MAX
+    numbers = 0 if is_whole else _ENTRIES_MAX // max(1, len(before))
+    looks = [(key, _entry_look(one, numbers=numbers)) for key, one in before]
     size = len(value)
 
     def is_same(now: Any) -> bool:
@@ -293,9 +359,12 @@ def _filling(value: dict[Any, Any] | list[Any]) -> Look:
     return is_same
 
 
-def _entry_look(value: Any, *, is_whole: bool) -> Look:
-    if is_whole:
+def _entry_look(value: Any, *, numbers: int) -> Look:
+    """``numbers``: how many of an array's are compared; 0: all that is in ``value``."""
+    if not numbers:
         return kept_of(value, with_contents=False).is_in
     if type(value) in LEAVES:
         return lambda now: type(now) is type(value) and now == value
+    if type(value) is np.ndarray:
+        return _sampled(value, count=numbers)
     return lambda now: now is value
