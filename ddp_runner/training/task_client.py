@@ -166,7 +166,13 @@ class TaskClient(RankClient):
     def __init__(self, parts: TaskParts, run_id: str) -> None:
         super().__init__(parts, run_id)
         self._beside = beside_steps(parts)
-        self._data = DataWatch(self._watched(), is_kept=self._is_kept, note=self._note_data)
+        self._data = DataWatch(
+            self._watched(),
+            is_kept=self._is_kept,
+            loads_here=lambda: not parts.loader.workers,
+            sampled=parts.workload.samplings,
+            note=self._note_data,
+        )
         self._rank_info = parts.runtime.rank_info
         self._steps: TaskSteps | None = None  # of the newest generation
         self._short_of_memory_in = self._rank_info.short_of_memory_in
@@ -182,6 +188,8 @@ class TaskClient(RankClient):
     def _is_kept(self, value: Any) -> bool:
         """Return True for objects of the state, which are the same ones here; loader workers have copies of them."""
         parts = self._parts
+        if value is parts.workload.datasets.sampler:
+            return False  # a replaced rank draws the epoch from it as it is by then
         may_be_read = value is parts.workload.task or not parts.loader.workers
         return may_be_read and parts.state.side.owns(value)
 

@@ -9,7 +9,7 @@ import time
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import Subset, TensorDataset
+from torch.utils.data import Sampler, Subset, TensorDataset
 
 from ddp_runner.training.task import Datasets
 
@@ -110,7 +110,24 @@ class ScaledData(TensorDataset):
         return self.scaled(x), y
 
 
+class EachEpoch(Sampler):
+    """The samples in an order that follows from the epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return 240
+
+    def __iter__(self):
+        generator = torch.Generator().manual_seed(self.epoch)
+        return iter(torch.randperm(240, generator=generator).tolist())
+
+
 KINDS = {
+    "sampled": TensorDataset,
     "harder": HarderData,
     "wrapped": HarderData,
     "drawing": DrawingData,
@@ -124,14 +141,15 @@ class UnkeptTask(CarelessTask):
 
     def __init__(self, kind="harder"):
         self.kind, self.is_wrapped = KINDS[kind], kind == "wrapped"
-        self.steps = 0
+        self.steps, self.sampler = 0, EachEpoch() if kind == "sampled" else None
 
     def build_datasets(self):
         x = torch.randn(240, 8)
         self.rows = self.kind(x, x[:, :2].sum(1, keepdim=True))
         if self.kind is ScaledData:
             self.rows.scaled = self.scaled
-        return Datasets(train=Subset(self.rows, range(240)) if self.is_wrapped else self.rows)
+        rows = Subset(self.rows, range(240)) if self.is_wrapped else self.rows
+        return Datasets(train=rows, sampler=self.sampler)
 
     def scaled(self, row):
         return row * (1 + self.steps / 100)

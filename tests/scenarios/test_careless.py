@@ -69,6 +69,7 @@ CACHE = "a cache of random draws in the dataset changes during training and is n
         ("harder", "kill:rank=1,step=22", LEVEL),
         ("wrapped", "kill:rank=1,step=22", WRAPPED),
         ("scaled", "kill:rank=1,step=22", ""),
+        ("sampled", "kill:rank=1,step=25", ""),
         ("caching", "kill:rank=all,step=22", CACHE),
         ("caching", "loader_kill:rank=1,step=22", CACHE),
         ("drawing", "kill:rank=all,step=22", ""),

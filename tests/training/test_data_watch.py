@@ -304,3 +304,45 @@ def test_a_look_at_large_data_copies_little_of_it():
         assert tracemalloc.get_traced_memory()[1] < 4_000_000
     finally:
         tracemalloc.stop()
+
+
+@pytest.mark.parametrize("loads_here", [False, True])
+def test_what_is_changed_once_is_named(loads_here):
+    """Where samples are loaded here, a look is before and after the step that changes it."""
+    data, found = Counting(), []
+    watch = DataWatch({"data": data}, loads_here=lambda: loads_here, note=found.extend)
+    for step in range(32):
+        watch.draws()
+        data.count += loads_here
+        watch.drawn()
+        if step == (15 if loads_here else 10):
+            data.scale = 0.5
+    assert found == ["`data.scale`"]
+
+
+@pytest.mark.parametrize("data", [[{"weight": 1.0} for _ in range(9)], {0: [1.0], 1: [2.0]}])
+def test_data_that_is_a_list_or_a_dict_is_looked_at(data):
+    def change():
+        key = next(iter(data[1])) if isinstance(data, list) else 0
+        data[1][key] += 1.0
+
+    assert named_in_calls(data, change) == ["`data`"]
+    assert named_in_calls(data, lambda: None) == []
+
+
+def test_what_drawing_from_a_sampler_changes_is_no_change_by_a_loss():
+    """The next epoch may be drawn in the middle of a step, for loader workers."""
+    order, found, times = OfEpoch(), [], []
+    owners = {"data": Samples(), "sampler": order}
+    watch = DataWatch(owners, sampled=lambda: len(times), note=found.extend)
+    for epoch in range(3):
+        watch.draws()
+        watch.drawn()
+        order.set_epoch(epoch)
+        times.append(epoch)
+    watch.draws()
+    assert found == []
+    watch.drawn()
+    order.order[0] = 1
+    watch.draws()
+    assert found == ["`sampler.order`"]

@@ -44,6 +44,7 @@ CURE_IN_LOOP = (
 )
 _LOOKS_IN_A_ROW = 4  # at steps; then at every power of two
 _LOOKED_MIN_S, _LOOKED_SHARE = 0.05, 0.01  # of the time, for looks at much data
+_OFTEN_SHARE = 0.002  # of the time, for a look at each step
 _WHOLE_MAX, _WITHIN_MAX = (
     256,
     100_000,
@@ -190,7 +191,8 @@ class DataWatch:
     """Names changes in the data of one process that a replaced rank would lack.
 
     ``owners``: the objects that are looked at, by name. ``note`` is called with the names of what has changed.
-    ``is_kept``: finds objects that are kept with the run's state.
+    ``is_kept``: finds objects that are kept with the run's state. ``loads_here``: says whether this process loads samples
+    itself: that may change data, too. ``sampled``: how often this process has drawn from the owner ``sampler``: the same.
     """
 
     def __init__(
@@ -198,9 +200,11 @@ class DataWatch:
         owners: Mapping[str, Any],
         *,
         is_kept: Callable[[Any], bool] = lambda _: False,
+        loads_here: Callable[[], bool] = lambda: True,
+        sampled: Callable[[], int] = lambda: 0,
         note: Callable[[list[str]], object],
     ) -> None:
-        ids = set(map(id, owners.values()))
+        ids = {id(one) for one in owners.values() if _container_kind(one) is None}
 
         def is_apart(value: Any) -> bool:
             is_open = issubclass(type(value), (DataLoader, io.IOBase))
@@ -210,6 +214,8 @@ class DataWatch:
             return _values_of(with_inner_datasets(owners), is_kept=is_kept)
 
         self._note = note
+        self._loads_here = loads_here
+        self._sampled, self._samplings = sampled, 0
         self._between_passes = _Remembered(values, is_apart=is_apart)
         self._between_draws = _Remembered(values, is_apart=is_apart)
         self._left: list[str] = []  # changed in the pass that has ended
@@ -235,26 +241,41 @@ class DataWatch:
         if self._has_looked:
             self._has_looked = False
             began_s = time.monotonic()
-            self._note_names(self._between_draws.changed())
+            self._note_names(self._changed_by_program())
             self._looked_s += time.monotonic() - began_s
 
     def drawn(self) -> None:
         """Look after some of the draws."""
         self._draws += 1
         count, now_s = self._draws, time.monotonic()
+        passed_s = now_s - self._began_s
         is_due = count <= _LOOKS_IN_A_ROW or not count & (count - 1)
-        if is_due and self._looked_s <= _LOOKED_MIN_S + _LOOKED_SHARE * (now_s - self._began_s):
-            self._between_draws.changed()
+        is_due |= self._looked_s <= _OFTEN_SHARE * passed_s
+        if is_due and self._looked_s <= _LOOKED_MIN_S + _LOOKED_SHARE * passed_s:
+            self._look_before()
             self._has_looked = True
             self._looked_s += time.monotonic() - now_s
 
     @contextlib.contextmanager
     def around_call(self) -> Iterator[None]:
         """Look before and after a call of the program's code that draws nothing."""
-        self._between_draws.changed()
+        self._look_before()
         yield
         self._has_looked = False
-        self._note_names(self._between_draws.changed())
+        self._note_names(self._changed_by_program())
+
+    def _look_before(self) -> None:
+        """Look before the program's code is called; if no sample was loaded here, only that has changed data so far."""
+        found = self._changed_by_program()
+        if not self._loads_here():
+            self._note_names(found)
+
+    def _changed_by_program(self) -> list[str]:
+        found, before = self._between_draws.changed(), self._samplings
+        self._samplings = self._sampled()
+        if self._samplings == before:
+            return found
+        return [name for name in found if name.partition(".")[0] != "sampler"]
 
     def _note_names(self, names: list[str]) -> None:
         if names:
@@ -317,6 +338,8 @@ def _values_of(owners: Mapping[str, Any], *, is_kept: Callable[[Any], bool]) -> 
         if id(at) in known or is_kept(at):
             continue
         known.add(id(at))
+        if _container_kind(at) is not None:
+            found[name] = at
         values = {
             key: value
             for kind in reversed(own_classes(at))  # what an attribute is until it is set
