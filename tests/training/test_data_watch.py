@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import io
 import random
 import tracemalloc
@@ -66,6 +67,29 @@ class Caching(Samples):
         if index not in self.cache:
             self.slots[index] = self.cache[index] = super().__getitem__(index)
         return self.cache[index]
+
+
+class Bounded(Samples):
+    """Drops the oldest entry of its cache for a new one, and loads that again later."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.cache = kind()
+
+    def __getitem__(self, index):
+        if index not in self.cache:
+            self.cache[index] = super().__getitem__(index), {"path": str(index)}
+        if len(self.cache) > 3:
+            self.cache.pop(next(iter(self.cache)))
+        return self.cache[index][0]
+
+
+class Pseudo(Samples):
+    """Has labels that the loop makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.labels = {0: torch.zeros(1)}
 
 
 class InPlace(Sampler):
@@ -157,6 +181,9 @@ def test_what_a_pass_leaves_behind_is_named(make, name):
     [
         loader,
         lambda: loader(Caching()),
+        lambda: loader(Bounded(dict)),
+        lambda: loader(Bounded(collections.OrderedDict), shuffle=True),
+        lambda: loader(Subset(Bounded(collections.OrderedDict), range(SAMPLES))),
         lambda: loader(shuffle=True),
         lambda: loader(shuffle=True, generator=torch.Generator()),
         lambda: loader(sampler=DistributedSampler(Samples(), 2, 0)),
@@ -181,6 +208,17 @@ def test_what_the_loop_changes_in_its_data_is_named(at):
         found.append(step)
 
     assert names_in(loader(data), passes=2, between=body) == ["`dataset.scale`"]
+
+
+@pytest.mark.parametrize("is_new", [False, True])
+def test_labels_that_the_loop_makes_are_no_cache(is_new):
+    data = Pseudo()
+
+    def body(_):
+        changed = data.labels[0] + 1.0
+        data.labels[0] = changed if is_new else data.labels[0].copy_(changed)
+
+    assert names_in(loader(data), between=body) == ["`dataset.labels`"]
 
 
 class Rising(Samples):

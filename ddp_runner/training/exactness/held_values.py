@@ -12,13 +12,14 @@ import io
 import itertools
 import math
 import time
-from collections import deque
+import weakref
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
 import numpy as np
-from torch import Tensor, nn
+from torch import Tensor, nn, strided, uint8
 from torch.utils.data import DataLoader, Dataset
 
 from ddp_runner.kernel.rules.classify import lacks_memory
@@ -49,6 +50,8 @@ _WHOLE_MAX, _WITHIN_MAX = (
     256,
     100_000,
 )  # entries that are compared with what is in them, and how much that may be
+_PARTS_MAX = 8  # of a sample in a cache: its tensors and its label
+_CACHES = (dict, OrderedDict, defaultdict, list)
 _OF_DATA = LEAVES - {type(None)}
 _DATA = (Tensor, np.ndarray, list, tuple, dict, set, frozenset, deque)
 Look = Callable[[Any], bool]  # whether a value is the one that was looked at, unchanged
@@ -356,13 +359,16 @@ class _Remembered(HeldValues):
     def _look_of(self, value: Any) -> Look:
         if value is None:
             return lambda now: type(now) not in _OF_DATA and not isinstance(now, _DATA)
-        if type(value) in (dict, list):
+        is_plain = type(value) is list and len(value) <= _NUMBERS_MAX
+        if is_plain and set(map(type, value)) <= _OF_DATA:
+            return whole_look(value, skipped=self._is_apart)
+        if type(value) in _CACHES:
             return _filling(value)
         return super()._look_of(value)
 
 
 def _filling(value: dict[Any, Any] | list[Any]) -> Look:
-    """Return a comparison that lets a dict gain entries, and None become a value."""
+    """Return a comparison that lets None become a value, and a dict gain entries, also in the place of others."""
     every = math.ceil(len(value) / _ENTRIES_MAX) or 1
     pairs = value.items() if isinstance(value, dict) else enumerate(value)
     before = [(key, one) for key, one in itertools.islice(pairs, 0, None, every) if one is not None]
@@ -374,20 +380,57 @@ def _filling(value: dict[Any, Any] | list[Any]) -> Look:
     def is_same(now: Any) -> bool:
         if type(now) is not type(value) or (isinstance(now, list) and len(now) != size):
             return False
-        try:
-            return all(look(now[key]) for key, look in looks)
-        except KeyError:
-            return False
+        there = now if isinstance(now, dict) else range(size)
+        kept = [(key, look) for key, look in looks if key in there]
+        has_shrunk = len(kept) < len(looks) and len(now) < size
+        return not has_shrunk and all(look(now[key]) for key, look in kept)
 
     return is_same
 
 
 def _entry_look(value: Any, *, numbers: int) -> Look:
-    """``numbers``: how many of an array's are compared; 0: all that is in ``value``."""
+    """``numbers``: how many of a tensor or an array are compared; 0: all that is in ``value``."""
+    kind = type(value)
+    if kind in LEAVES:
+        return kept_of(value).is_in
+    if kind in (tuple, list) and len(value) <= _PARTS_MAX:
+        looks = [_entry_look(one, numbers=numbers) for one in value]
+        return lambda now: (
+            type(now) is kind
+            and len(now) == len(looks)
+            and all(look(one) for look, one in zip(looks, now, strict=True))
+        )
+    if kind is Tensor:
+        return _tensor_look(value, numbers=numbers or _ENTRIES_MAX)
     if not numbers:
         return kept_of(value, with_contents=False).is_in
-    if type(value) in LEAVES:
-        return lambda now: type(now) is type(value) and now == value
-    if type(value) is np.ndarray:
+    if kind is np.ndarray:
         return _sampled(value, count=numbers)
     return lambda now: now is value
+
+
+def _tensor_look(value: Tensor, *, numbers: int) -> Look:
+    """Return a comparison of a tensor that a cache may have loaded again since: with the same numbers."""
+    is_it, original, before = (
+        kept_of(value, with_contents=False).is_in,
+        weakref.ref(value),
+        _some_of(value, numbers),
+    )
+    return lambda now: (
+        is_it(now)
+        or (
+            before is not None
+            and type(now) is Tensor
+            and now is not original()
+            and _some_of(now, numbers) == before
+        )
+    )
+
+
+def _some_of(tensor: Tensor, count: int) -> tuple[Any, ...] | None:
+    """Return shape, type and some of the numbers; None if to read them is not cheap."""
+    if tensor.device.type != "cpu" or tensor.layout is not strided or not tensor.is_contiguous():
+        return None
+    every = math.ceil(tensor.numel() / count) or 1
+    some = tensor.detach().reshape(-1)[::every].clone().view(uint8)
+    return tensor.shape, tensor.dtype, some.numpy().tobytes()
