@@ -456,7 +456,8 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _refusal(line: str, is_first: bool) -> str:
-    changed = "" if is_first else "a file that has changed since the run began, "
+    changed = "a file that has changed since the run began, samples that use what a loss changes, "
+    changed = "" if is_first else changed
     return (
         f"{line}; likely cause: {changed}an order that differs between processes (of os.listdir or"
         " glob without sorted(), or of a set), random numbers from os.urandom, secrets or the time,"
