@@ -169,7 +169,7 @@ class TaskClient(RankClient):
         self._data = DataWatch(
             self._watched(),
             is_kept=self._is_kept,
-            loads_here=lambda: not parts.loader.workers,
+            loads_here=lambda: parts.loader.loads_here,
             sampled=parts.workload.samplings,
             note=self._note_data,
         )
