@@ -6,13 +6,14 @@ libraries hold inside their objects is theirs.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 import sysconfig
 from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterator
 from datetime import date, timedelta
 from enum import Enum
-from itertools import pairwise
 from pathlib import PurePath
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -21,10 +22,12 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, Sampler
 
+from ddp_runner.kernel.rules.classify import lacks_memory
 from ddp_runner.values.generators import GENERATOR_TYPES
 from ddp_runner.values.object_graph import Walk
 
 Path = tuple[Any, ...]  # names of attributes, places in lists, keys of dicts
+Numbers = dict[Path, int | float]
 
 _HOLDERS_MAX = 500
 _ENTRIES_LOOKED_INTO_MAX = 64  # of a list or dict: is there a generator, a dataset, a list in it?
@@ -51,31 +54,39 @@ class CountedReads:
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
-        self._looks = [self._numbers()]
+        self._looks: list[tuple[Numbers, Numbers]] = []  # before and after each load
         self.names: tuple[str, ...] = ()
 
-    def note_load(self) -> None:
-        """Look at the dataset again; call this after each load."""
-        if len(self._looks) > COUNTED_LOADS:
+    @contextlib.contextmanager
+    def around_load(self) -> Iterator[None]:
+        """Look at the dataset before and after a load: between loads a loss or a hook may count in it."""
+        if len(self._looks) == COUNTED_LOADS:
+            yield
             return
-        self._looks.append(self._numbers())
-        if len(self._looks) > COUNTED_LOADS:
-            # From the first load on: until then a number may stand in its class alone.
-            first = self._looks[1]
-            self.names = tuple(".".join(map(str, path)) for path in first if self._grows(path))
+        before = self._numbers()
+        yield
+        self._looks.append((before, self._numbers()))
+        if len(self._looks) == COUNTED_LOADS:
+            self.names = tuple(".".join(map(str, path)) for path in before if self._grows(path))
 
     def _grows(self, path: Path) -> bool:
-        values = [look.get(path) for look in self._looks[1:]]
-        if None in values:
+        pairs: list[tuple[Any, Any]] = [
+            # From the second load on: until then a number may stand in its class alone.
+            (one.get(path), other.get(path))
+            for one, other in self._looks[1:]
+        ]
+        if any(None in pair for pair in pairs):
             return False
-        pairs: list[tuple[Any, Any]] = [*pairwise(values)]
         return all(one < other for one, other in pairs) or all(one > other for one, other in pairs)
 
-    def _numbers(self) -> dict[Path, int | float]:
-        if not _has_attributes(self._dataset):
+    def _numbers(self) -> Numbers:
+        try:
+            found = _WALK.over([((), self._dataset)]) if _has_attributes(self._dataset) else ()
+            return {path: value for path, value, _ in found if type(value) in (int, float)}
+        except Exception as error:  # of an object that cannot even be asked for its class
+            if lacks_memory(error):
+                raise
             return {}
-        found = _WALK.over([((), self._dataset)])
-        return {path: value for path, value, _ in found if type(value) in (int, float)}
 
 
 def _inside(above: Path, holder: Any) -> list[tuple[Path, Any]] | None:

@@ -68,6 +68,7 @@ class SamplerDraws:
         self._sampler = sampler
         self._dataset_size = dataset_size
         self._name = type(sampler).__name__
+        self.samplings = 0  # how often the sampler has been drawn from
         try:
             self.size = len(sampler)
         except TypeError:
@@ -92,6 +93,7 @@ class SamplerDraws:
 
     def _indices(self, *, seed: int, epoch: int) -> Indices:
         own = () if self._generator is None else (self._generator,)
+        self.samplings += 1
         with generators_kept(also=own):
             seed_host(int(hashes_of(np.zeros(1, np.int64), seed=seed + _DRAWN, epoch=epoch)[0]))
             for generator in own:

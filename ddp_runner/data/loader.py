@@ -120,6 +120,9 @@ class Loader:
         cores = cores_here()
         self._asked = worker_count(asked, local_world_size=local_world_size, cores=cores)
         self.workers = source.suits(self._asked)
+        self.loads_here = (
+            not self.workers
+        )  # this process has loaded samples, or may have in a repair
         self._pool: WorkerPool | None = None
         self._closed = False
         self._ahead = Ahead()
@@ -345,6 +348,7 @@ class Loader:
         batches = source.taken(step, read)
         last = batches[-1].indices if batches else ()
         for repaired in (*self._repair.delivered(last), *left_out):
+            self.loads_here = True
             self._on_repaired(repaired)
         return batches
 
@@ -435,6 +439,7 @@ class Loader:
         return read
 
     def _begin_sample(self, index: int) -> None:
+        self.loads_here = True
         self._on_sample(index)
         self._on_wait()
 

@@ -83,10 +83,8 @@ class MapSource(Source[BatchKey]):
         """Load the samples and collate them."""
         if self._reader.gives_many:
             on_sample(SEVERAL)
-        try:
+        with self._reads.around_load():
             return self._reader.load_here(key, on_sample=on_sample)
-        finally:
-            self._reads.note_load()
 
     def go_to(self, step: int) -> None:
         """Move to ``step``; every step can be reached at no cost."""

@@ -136,7 +136,7 @@ class TrainState:
         self.room: dict[int, dict[str, Tensor]] = {}
         self.lost: list[str] = []  # of the model's own, what could not be put back
         self.carried: list[str] = []  # what steps use and no other process has, in words
-        self._carried_of_data, self._carried_lost = list[str](), set[str]()  # the latter: reported
+        self.carried_of_data, self._carried_lost = list[str](), set[str]()  # the latter: reported
         self._has_formed = self.began_again = False  # the latter: this process, or a step of it
         self.only_trained = only_trained
         self.figures: dict[str, float] = {}  # of the newest evaluation, by name
@@ -230,6 +230,7 @@ class TrainState:
             "followed": self.buffers.followed_names(),
             "relaid": self.buffers.relaid_names(),
             "carried": list(self.carried),
+            "carried_of_data": list(self.carried_of_data),
             "improvement": self.improvement.state_dict(),
             "figures": dict(self.figures),
             "best": asdict(self.best) if self.best.step else {},
@@ -385,6 +386,7 @@ class TrainState:
         self.start = self.start or dict(start_record(state))
         self.is_rehearsed = bool(state.get("rehearsed", False))
         self.note_carried([*map(str, state.get("carried", ()))])
+        self.note_carried([*map(str, state.get("carried_of_data", ()))], of_data=True)
         self.local.go_to(
             committed_step, state.get(LOCAL), is_begin=committed_step == self.first_step
         )
@@ -565,7 +567,7 @@ class TrainState:
 
     def take_carried_of_data(self) -> list[str]:
         """Return what a new process that loads data lacks, and was not returned before."""
-        found = [one for one in self._carried_of_data if one not in self._carried_lost]
+        found = [one for one in self.carried_of_data if one not in self._carried_lost]
         self._carried_lost.update(found)
         return found
 
@@ -573,7 +575,7 @@ class TrainState:
         """Take note that these change from step to step, and are not kept. ``of_data``: loader workers have it, too."""
         self.carried += [one for one in dict.fromkeys(names) if one not in self.carried]
         if of_data:
-            self._carried_of_data = list(dict.fromkeys([*self._carried_of_data, *names]))
+            self.carried_of_data = list(dict.fromkeys([*self.carried_of_data, *names]))
 
     def _take_not_put_back(self) -> list[str]:
         found, self.lost = [f"model.{name}" for name in self.lost], []

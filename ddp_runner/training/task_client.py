@@ -9,6 +9,7 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from ddp_runner.checkpoint.store import Loaded
 from ddp_runner.config.identity import task_has_changed
@@ -87,7 +88,14 @@ class TaskSetup:
             stages.enter(Stage.PRELOAD)
             workload = with_preloaded_data(settings, workload, state, runtime, ending=ending)
         self.workload, self.state = workload, state
-        self._same_data = SameData(settings, workload, runtime, on_wait=on_wait)
+        self._same_data = SameData(
+            settings,
+            workload,
+            runtime,
+            on_wait=on_wait,
+            # Samples may use what steps change in the task: loader workers had it as it was when they began.
+            may_differ=lambda: bool(state.carried_of_data or state.side.followed_names()),
+        )
         ending.callback(self._same_data.close)
 
     def take_in(self, start: TakenUp) -> None:
@@ -165,15 +173,32 @@ class TaskClient(RankClient):
     def __init__(self, parts: TaskParts, run_id: str) -> None:
         super().__init__(parts, run_id)
         self._beside = beside_steps(parts)
-        validation = parts.workload.datasets.validation_sets.items()
-        owners = {f"validation {name}".rstrip(): one for name, one in validation}
         self._data = DataWatch(
-            {"data": parts.workload.datasets.train, **owners}, note=self._note_data
+            self._watched(),
+            is_kept=self._is_kept,
+            loads_here=lambda: parts.loader.loads_here,
+            sampled=parts.workload.samplings,
+            note=self._note_data,
         )
         self._rank_info = parts.runtime.rank_info
         self._steps: TaskSteps | None = None  # of the newest generation
         self._short_of_memory_in = self._rank_info.short_of_memory_in
         self.report: TrainReport | None = None  # once training has ended
+
+    def _watched(self) -> dict[str, Any]:
+        datasets = self._parts.workload.datasets
+        owners = {"data": datasets.train, "collate": datasets.collate, "sampler": datasets.sampler}
+        for name, one in datasets.validation_sets.items():
+            owners[f"validation {name}".rstrip()] = one
+        return {name: one for name, one in owners.items() if one is not None}
+
+    def _is_kept(self, value: Any) -> bool:
+        """Return True for objects of the state, which are the same ones here; loader workers have copies of them."""
+        parts = self._parts
+        if value is parts.workload.datasets.sampler:
+            return False  # a replaced rank draws the epoch from it as it is by then
+        may_be_read = value is parts.workload.task or not parts.loader.workers
+        return may_be_read and parts.state.side.owns(value)
 
     def train_step(self, micro_batches: list[MicroBatch], *, votes: Votes) -> StepResult | None:
         """Make one step; None where the state is now an older one, or raises what broke in it."""

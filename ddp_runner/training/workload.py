@@ -130,6 +130,11 @@ class Workload:
         """The parameters that are frozen only at first, as far as the settings say."""
         return frozenset()
 
+    def samplings(self) -> int:
+        """Return how often the sampler of the training data has been drawn from; 0 without one."""
+        draws = self.order.draws
+        return draws.samplings if isinstance(draws, SamplerDraws) else 0
+
     def first_state(
         self, settings: Settings, state: TrainState, store: CheckpointStore
     ) -> dict[str, Any]:
@@ -564,7 +569,7 @@ def _empty_state(
             task or workload.task,
             apart=(
                 *(workload.datasets.train, *workload.datasets.validation_sets.values()),
-                *workload.datasets.test_sets.values(),
+                *(workload.datasets.sampler, *workload.datasets.test_sets.values()),
                 *workload.metrics.values(),
                 *workload.local.inner(),
                 *(given() for given in workload.replaced_data),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch.utils.data import Dataset, Subset
@@ -83,6 +85,27 @@ def test_a_number_that_stops_is_no_count():
     dataset = Counting()
     reads = CountedReads(dataset)
     for number in range(COUNTED_LOADS):
-        dataset.reads = min(number, 3)
-        reads.note_load()
+        with reads.around_load():
+            dataset.reads = min(number, 3)
+    assert reads.names == ()
+
+
+def test_what_counts_between_loads_is_no_count():
+    """A loss counts its steps in an object that the data holds, too."""
+    dataset = Counting()
+    reads = CountedReads(dataset)
+    for _ in range(COUNTED_LOADS):
+        with reads.around_load():
+            dataset.reads += 1
+        dataset.transform.calls += 1
+    assert reads.names == ("reads",)
+
+
+def test_a_dataset_that_cannot_be_looked_into_has_no_counts():
+    dataset = Counting()
+    dataset.owner = weakref.proxy(Transform())
+    reads = CountedReads(dataset)
+    for _ in range(COUNTED_LOADS):
+        with reads.around_load():
+            dataset.reads += 1
     assert reads.names == ()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import signal
 import threading
 from pathlib import Path
 
@@ -400,3 +401,15 @@ def test_a_worker_keeps_no_batch_that_it_has_sent():
             for taken in loader.take(step):
                 assert taken.batch[:, 1].tolist() == list(taken.indices)
                 assert taken.batch[:, 0].max() <= 4, "of thirteen, a mapping or two each"
+
+
+def test_a_loader_whose_worker_was_lost_may_load_here():
+    """A repair may load the parts of a batch in this process; what that leaves in the dataset is no change by a loss."""
+    with make(num_workers=1) as loader, make() as without:
+        loader.take(0)
+        without.take(0)
+        assert (loader.loads_here, without.loads_here) == (False, True)
+        os.kill(loader.worker_pids[0], signal.SIGKILL)
+        for step in range(1, 6):
+            loader.take(step)
+        assert loader.loads_here

@@ -9,7 +9,7 @@ import time
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import Sampler, Subset, TensorDataset
 
 from ddp_runner.training.task import Datasets
 
@@ -100,22 +100,63 @@ class CachingData(DrawingData):
         return self.cache[index]
 
 
-KINDS = {"harder": HarderData, "drawing": DrawingData, "caching": CachingData}
+class ScaledData(TensorDataset):
+    """Rows that a method of the task scales."""
+
+    scaled = staticmethod(lambda row: row)
+
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        return self.scaled(x), y
+
+
+class EachEpoch(Sampler):
+    """The samples in an order that follows from the epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return 240
+
+    def __iter__(self):
+        generator = torch.Generator().manual_seed(self.epoch)
+        return iter(torch.randperm(240, generator=generator).tolist())
+
+
+KINDS = {
+    "sampled": TensorDataset,
+    "harder": HarderData,
+    "wrapped": HarderData,
+    "drawing": DrawingData,
+    "caching": CachingData,
+    "scaled": ScaledData,
+}
 
 
 class UnkeptTask(CarelessTask):
     """Its rows are of one of the kinds above; after each epoch they are a little harder."""
 
     def __init__(self, kind="harder"):
-        self.kind = KINDS[kind]
+        self.kind, self.is_wrapped = KINDS[kind], kind == "wrapped"
+        self.steps, self.sampler = 0, EachEpoch() if kind == "sampled" else None
 
     def build_datasets(self):
         x = torch.randn(240, 8)
         self.rows = self.kind(x, x[:, :2].sum(1, keepdim=True))
-        return Datasets(train=self.rows)
+        if self.kind is ScaledData:
+            self.rows.scaled = self.scaled
+        rows = Subset(self.rows, range(240)) if self.is_wrapped else self.rows
+        return Datasets(train=rows, sampler=self.sampler)
+
+    def scaled(self, row):
+        return row * (1 + self.steps / 100)
 
     def loss(self, model, batch):
         time.sleep(0.02)  # a run that a signal can reach
+        self.steps += 1
         return super().loss(model, batch)
 
     def on_epoch_end(self, context):

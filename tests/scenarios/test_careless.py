@@ -59,6 +59,7 @@ def test_data_that_is_shuffled_where_it_is_made_is_the_same_everywhere(tmp_path,
 
 UNKEPT = CARELESS.replace(":CarelessTask", ":UnkeptTask")
 LEVEL = "`data.level` changes during training and is not kept: compute what depends on the step"
+WRAPPED = LEVEL.replace("data.level", "data.dataset.level")
 CACHE = "a cache of random draws in the dataset changes during training and is not kept"
 
 
@@ -66,19 +67,22 @@ CACHE = "a cache of random draws in the dataset changes during training and is n
     ("kind", "fault", "line"),
     [
         ("harder", "kill:rank=1,step=22", LEVEL),
+        ("wrapped", "kill:rank=1,step=22", WRAPPED),
+        ("scaled", "kill:rank=1,step=22", ""),
+        ("sampled", "kill:rank=1,step=25", ""),
         ("caching", "kill:rank=all,step=22", CACHE),
         ("caching", "loader_kill:rank=1,step=22", CACHE),
         ("drawing", "kill:rank=all,step=22", ""),
     ],
 )
 def test_what_a_new_process_of_the_data_lacks_is_named(tmp_path, made_once, kind, fault, line):
-    """A repaired run has other weights: the data is as it was made. What depends on the epoch's draws alone is exact."""
+    """A repaired run has other weights: the data is as it was made. Exact is what uses the epoch's draws or the task's state."""
     settings = (
         "-b",
         12,
         "--epochs",
         4,
-        f"num_workers={int(kind != 'harder')}",
+        f"num_workers={int(kind in ('caching', 'drawing'))}",
         f"task.kind={kind}",
     )
     fault_free = made_once(*settings, task=UNKEPT)
@@ -91,3 +95,14 @@ def test_what_a_new_process_of_the_data_lacks_is_named(tmp_path, made_once, kind
     assert fault_free.summary()["exact"] is True
     console = (fault_free.folder / "console.txt").read_text()
     assert console.count("is not kept") == console.count(line or "-" * 200) == int(bool(line))
+
+
+def test_samples_that_use_what_steps_change_end_no_run(tmp_path):
+    """Loader workers have the task as it was when they began, so a replacement's load other samples: it is said."""
+    settings = ("-b", 12, "--epochs", 4, "num_workers=1", "task.kind=scaled")
+    with Run(tmp_path, *settings, "--inject", "kill:rank=1,step=22", task=UNKEPT) as run:
+        assert run.wait() == 0, run.console
+    assert run.summary()["exact"] is False
+    assert "rank 1 has other data than the other ranks" in " ".join(
+        run.summary()["inexact_reasons"]
+    )

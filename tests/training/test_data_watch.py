@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import collections
 import io
 import random
+import tracemalloc
+import weakref
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+    Subset,
+)
 
 from ddp_runner.training.exactness.held_values import DataWatch, watched_in
 from ddp_runner.training.own_loop.batches import GivenBatches, OwnBatches, length_of
@@ -56,6 +67,29 @@ class Caching(Samples):
         if index not in self.cache:
             self.slots[index] = self.cache[index] = super().__getitem__(index)
         return self.cache[index]
+
+
+class Bounded(Samples):
+    """Drops the oldest entry of its cache for a new one, and loads that again later."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.cache = kind()
+
+    def __getitem__(self, index):
+        if index not in self.cache:
+            self.cache[index] = super().__getitem__(index), {"path": str(index)}
+        if len(self.cache) > 3:
+            self.cache.pop(next(iter(self.cache)))
+        return self.cache[index][0]
+
+
+class Pseudo(Samples):
+    """Has labels that the loop makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.labels = {0: torch.zeros(1)}
 
 
 class InPlace(Sampler):
@@ -147,6 +181,9 @@ def test_what_a_pass_leaves_behind_is_named(make, name):
     [
         loader,
         lambda: loader(Caching()),
+        lambda: loader(Bounded(dict)),
+        lambda: loader(Bounded(collections.OrderedDict), shuffle=True),
+        lambda: loader(Subset(Bounded(collections.OrderedDict), range(SAMPLES))),
         lambda: loader(shuffle=True),
         lambda: loader(shuffle=True, generator=torch.Generator()),
         lambda: loader(sampler=DistributedSampler(Samples(), 2, 0)),
@@ -171,6 +208,17 @@ def test_what_the_loop_changes_in_its_data_is_named(at):
         found.append(step)
 
     assert names_in(loader(data), passes=2, between=body) == ["`dataset.scale`"]
+
+
+@pytest.mark.parametrize("is_new", [False, True])
+def test_labels_that_the_loop_makes_are_no_cache(is_new):
+    data = Pseudo()
+
+    def body(_):
+        changed = data.labels[0] + 1.0
+        data.labels[0] = changed if is_new else data.labels[0].copy_(changed)
+
+    assert names_in(loader(data), between=body) == ["`dataset.labels`"]
 
 
 class Rising(Samples):
@@ -206,3 +254,144 @@ def test_an_epoch_that_a_framework_sets_before_the_pass_is_not_named():
             sampler.set_epoch((step + 1) // PER_PASS)
 
     assert names_in(loader(sampler=sampler), between=body) == []
+
+
+def named_in_calls(data, change, **how):
+    """What is named of ``data`` over calls that ``change`` it."""
+    found = []
+    watch = DataWatch({"data": data}, note=found.extend, **how)
+    for _ in range(3):
+        with watch.around_call():
+            change()
+    return found
+
+
+class Wrapping(Samples):
+    def __init__(self, *inner):
+        super().__init__()
+        self.inner = inner
+
+
+@pytest.mark.parametrize(
+    ("wrap", "place"),
+    [
+        (lambda data: Subset(data, range(4)), "dataset"),
+        (lambda data: Subset(Subset(data, range(4)), range(2)), "dataset.dataset"),
+        (lambda data: ConcatDataset([Counting(), data]), "datasets[1]"),
+        (lambda data: Wrapping({"clean": data}), "inner[0]['clean']"),
+    ],
+)
+def test_data_behind_other_datasets_is_looked_at(wrap, place):
+    data = Rising()
+    data.level = 0.0
+
+    def change():
+        data.level += 0.5
+
+    assert named_in_calls(wrap(data), change) == [f"`data.{place}.level`"]
+
+
+class Owner:
+    def __init__(self):
+        self.steps = 0
+
+    def transformed(self, sample):
+        return sample
+
+
+def test_an_object_of_the_kept_state_is_no_data():
+    """A transform is often a method of the task, whose own state is kept."""
+    owner, data = Owner(), Samples()
+    data.transform = owner.transformed
+
+    def change():
+        owner.steps += 1
+
+    assert named_in_calls(data, change, is_kept=lambda value: value is owner) == []
+    assert named_in_calls(owner, change, is_kept=lambda value: value is owner) == []
+    assert named_in_calls(data, change) == ["`data.transform`"]
+
+
+class Unasked:
+    @property
+    def __class__(self):
+        raise RuntimeError("its settings are not loaded")
+
+
+class ReadLate(list):
+    def __len__(self):
+        return 50_000
+
+    def __iter__(self):
+        raise RuntimeError("it would read all of it")
+
+
+def test_an_object_that_cannot_be_asked_ends_nothing():
+    data, owner = Rising(), Owner()
+    data.level, data.settings, data.frames = 0.0, Unasked(), ReadLate()
+    data.owner = weakref.proxy(owner)
+    del owner
+
+    def change():
+        data.level += 0.5
+
+    assert named_in_calls(data, change) == ["`data.level`"]
+
+
+def test_a_look_at_large_data_copies_little_of_it():
+    data = Samples()
+    data.volumes = [np.ones(1_000_000, dtype=np.uint8) for _ in range(30)]
+    data.turned = np.ones((2_000, 5_000), dtype=np.float32).T
+    tracemalloc.start()
+
+    def change():
+        data.volumes[3][:] += 1
+        data.turned += 1
+
+    try:
+        assert named_in_calls(data, change) == ["`data.volumes`", "`data.turned`"]
+        assert tracemalloc.get_traced_memory()[1] < 4_000_000
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("loads_here", [False, True])
+def test_what_is_changed_once_is_named(loads_here):
+    """Where samples are loaded here, a look is before and after the step that changes it."""
+    data, found = Counting(), []
+    watch = DataWatch({"data": data}, loads_here=lambda: loads_here, note=found.extend)
+    for step in range(32):
+        watch.draws()
+        data.count += loads_here
+        watch.drawn()
+        if step == (15 if loads_here else 10):
+            data.scale = 0.5
+    assert found == ["`data.scale`"]
+
+
+@pytest.mark.parametrize("data", [[{"weight": 1.0} for _ in range(9)], {0: [1.0], 1: [2.0]}])
+def test_data_that_is_a_list_or_a_dict_is_looked_at(data):
+    def change():
+        key = next(iter(data[1])) if isinstance(data, list) else 0
+        data[1][key] += 1.0
+
+    assert named_in_calls(data, change) == ["`data`"]
+    assert named_in_calls(data, lambda: None) == []
+
+
+def test_what_drawing_from_a_sampler_changes_is_no_change_by_a_loss():
+    """The next epoch may be drawn in the middle of a step, for loader workers."""
+    order, found, times = OfEpoch(), [], []
+    owners = {"data": Samples(), "sampler": order}
+    watch = DataWatch(owners, sampled=lambda: len(times), note=found.extend)
+    for epoch in range(3):
+        watch.draws()
+        watch.drawn()
+        order.set_epoch(epoch)
+        times.append(epoch)
+    watch.draws()
+    assert found == []
+    watch.drawn()
+    order.order[0] = 1
+    watch.draws()
+    assert found == ["`sampler.order`"]

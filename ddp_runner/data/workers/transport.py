@@ -198,8 +198,8 @@ class PackedSource:
             self._files = InheritedFiles()
         if self._reads is None:
             self._reads = CountedReads(self._reader.dataset)
-        batch = self._reader.load(key, on_sample=partial(self._stamps.sample, info.id))
-        self._reads.note_load()
+        with self._reads.around_load():
+            batch = self._reader.load(key, on_sample=partial(self._stamps.sample, info.id))
         if self._files is not None and (path := self._files.moved()):
             batch = _refused(key, f"{_SHARED_FILE.format(path=path)}; {_OPEN_LATER}")
         try:

@@ -83,8 +83,11 @@ class SameData:
         runtime: Runtime,
         *,
         on_wait: Callable[[], None],
+        may_differ: Callable[[], bool] = lambda: False,
     ) -> None:
+        """``may_differ``: returns True if training is known to have changed the data, which a replacement lacks."""
         self._settings = settings
+        self._may_differ = may_differ
         self._workload = workload
         self._runtime = runtime
         self._on_wait = on_wait
@@ -311,7 +314,7 @@ class SameData:
 
     def _differs(self, odd: Mapping[int, Sequence[str]], *, is_first: bool, reports: bool) -> None:
         line = _line_of(odd)
-        if self._settings.data.compare_samples == "stop":
+        if self._settings.data.compare_samples == "stop" and not self._may_differ():
             raise BadInputError("--task", self._settings.run.task, _refusal(line, is_first))
         if reports:
             self._runtime.logger.warning(line)
@@ -456,7 +459,8 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _refusal(line: str, is_first: bool) -> str:
-    changed = "" if is_first else "a file that has changed since the run began, "
+    changed = "a file that has changed since the run began, samples that use what a loss changes, "
+    changed = "" if is_first else changed
     return (
         f"{line}; likely cause: {changed}an order that differs between processes (of os.listdir or"
         " glob without sorted(), or of a set), random numbers from os.urandom, secrets or the time,"

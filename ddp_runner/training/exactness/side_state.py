@@ -135,6 +135,9 @@ class SideState:
         self._beside = beside
         self._apart = {id(one) for one in apart if one is not None}  # all of them alive
         self._own: frozenset[int] = frozenset()  # ids of what is the model's own state
+        self._owned: frozenset[int] = (
+            frozenset()
+        )  # ids of the objects whose attributes are looked at
         self._followed: dict[str, Kept] = {}
         self._blind: set[str] = set()  # written without torch's counting it
         self._picture: dict[str, Kept] = {}  # of what is not followed
@@ -166,6 +169,10 @@ class SideState:
     def no_longer_apart(self, identity: int) -> None:
         """The object of this id, one of those apart, is no more; another one may get its id."""
         self._apart.discard(identity)
+
+    def owns(self, value: Any) -> bool:
+        """Return True for an object whose attributes are kept once steps change them."""
+        return id(value) in self._owned
 
     def hold(self) -> dict[str, Kept]:
         """A copy of everything, in host memory where it lies on a device."""
@@ -518,6 +525,7 @@ class SideState:
             closed[f"{self._left_name} and other objects"] = left
         closed |= self._beside()
         self._closed, self._functions = closed, functions
+        self._owned = frozenset(id(one.of) for one in owners.values())
         return owners
 
     def _owners_of_model(self) -> tuple[dict[str, _Owner], set[int]]:
