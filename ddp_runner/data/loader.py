@@ -120,9 +120,7 @@ class Loader:
         cores = cores_here()
         self._asked = worker_count(asked, local_world_size=local_world_size, cores=cores)
         self.workers = source.suits(self._asked)
-        self.loads_here = (
-            not self.workers
-        )  # this process has loaded samples, or may have in a repair
+        self.loads_here = not self.workers  # this process has loaded samples, or a repair may have
         self._pool: WorkerPool | None = None
         self._closed = False
         self._ahead = Ahead()

@@ -1,8 +1,9 @@
 """Looks at what objects hold, to find what has changed between two looks. Copies no large data.
 
-Of the data of a program: its datasets, samplers and collate function. A replaced rank has these objects as the program has
-made them. In a loop of the program's own it loads its epoch (a pass over the batches) again up to its step. So a replaced
-rank lacks what earlier passes, the body of the loop, or the loss and hooks of a task have changed in them.
+:class:`DataWatch` looks at the data of a program: its datasets, samplers and collate function. A replaced rank has these
+objects as the program has made them. In a loop of the program's own it loads its epoch (a pass over the batches) again
+up to its step. So a replaced rank lacks what earlier passes, the body of the loop, or the loss and hooks of a task have
+changed in them.
 """
 
 from __future__ import annotations
@@ -46,10 +47,8 @@ CURE_IN_LOOP = (
 _LOOKS_IN_A_ROW = 4  # at steps; then at every power of two
 _LOOKED_MIN_S, _LOOKED_SHARE = 0.05, 0.01  # of the time, for looks at much data
 _OFTEN_SHARE = 0.002  # of the time, for a look at each step
-_WHOLE_MAX, _WITHIN_MAX = (
-    256,
-    100_000,
-)  # entries that are compared with what is in them, and how much that may be
+_WHOLE_MAX = 256  # entries that are compared with what is in them
+_WITHIN_MAX = 100_000  # values in them
 _PARTS_MAX = 8  # of a sample in a cache: its tensors and its label
 _CACHES = (dict, OrderedDict, defaultdict, list)
 _OF_DATA = LEAVES - {type(None)}
@@ -159,9 +158,8 @@ def _sampled(value: np.ndarray[Any, Any], *, count: int = _ENTRIES_MAX) -> Look:
     every = math.ceil(value.size / count) or 1
 
     def some() -> bytes:
-        return value.flat[
-            ::every
-        ].tobytes()  # reshape() would copy an array whose rows are not in order
+        # Not by reshape(), which copies an array whose rows are not in order.
+        return value.flat[::every].tobytes()
 
     before = some()
     return lambda now: now is value and some() == before
@@ -418,11 +416,8 @@ def _entry_look(value: Any, *, numbers: int) -> Look:
 
 def _tensor_look(value: Tensor, *, numbers: int) -> Look:
     """Return a comparison of a tensor that a cache may have loaded again since: with the same numbers."""
-    is_it, original, before = (
-        kept_of(value, with_contents=False).is_in,
-        weakref.ref(value),
-        _some_of(value, numbers),
-    )
+    is_it, original = kept_of(value, with_contents=False).is_in, weakref.ref(value)
+    before = _some_of(value, numbers)
     return lambda now: (
         is_it(now)
         or (

@@ -135,9 +135,7 @@ class SideState:
         self._beside = beside
         self._apart = {id(one) for one in apart if one is not None}  # all of them alive
         self._own: frozenset[int] = frozenset()  # ids of what is the model's own state
-        self._owned: frozenset[int] = (
-            frozenset()
-        )  # ids of the objects whose attributes are looked at
+        self._owned = frozenset[int]()  # ids of the objects whose attributes are looked at
         self._followed: dict[str, Kept] = {}
         self._blind: set[str] = set()  # written without torch's counting it
         self._picture: dict[str, Kept] = {}  # of what is not followed
