@@ -51,12 +51,12 @@ def filled_once(tmp_path_factory, worker_id, make, key):
 
 @pytest.fixture(scope="session")
 def made_once(tmp_path_factory, worker_id):
-    """``made_once(*settings, world=2)``: that run to its end, made once for all test processes."""
+    """``made_once(*settings, world=2)``: that run to its end, made once for all test processes. ``hurries``: see Run.wait."""
 
-    def made(*settings, **how):
+    def made(*settings, hurries=True, **how):
         def make(folder):
             with Run(folder, NO_SPARE, *settings, **how) as run:
-                assert run.wait() == 0, run.console
+                assert run.wait(hurries=hurries) == 0, run.console
 
         key = (settings, sorted(how.items()))
         return Outputs(filled_once(tmp_path_factory, worker_id, make, key))
@@ -77,6 +77,7 @@ def fault_free(made_once):
         is_whole = world == 2 and not length
         settings = SETTINGS if is_whole else WITHOUT_WORKERS
         how = {"command": TRAIN} if is_whole else {}
+        how["hurries"] = bool(length)  # the pace of the short ones is that of its steps
         return made_once(*settings, "evaluate_interval=1", *length, world=world, **how)
 
     return made

@@ -182,6 +182,7 @@ MUTATIONS = (
     _break(
         "living-ranks-stay", 'return "" if lives else self._no_zygote', "return self._no_zygote"
     ),
+    _break("freed-before-the-end", "atexit.register(leave.join, FREED_WITHIN_S)", "pass"),
     _break("cut-off-parks", "self._world.abort(self._generation, now_s)", "pass"),
     _break("counted-as-they-move", "self._members[standing[0]] += 1", "pass"),
     _break(

@@ -12,7 +12,7 @@ from ddp_runner.features.machines.rules.node_messages import Hello, Parked
 from ddp_runner.kernel.system.clock import SYSTEM_CLOCK
 from tests.scenarios.harness import ended, poll
 
-SLOWER = "task.pace_s=0.15"  # a machine is started again before the run is over
+SLOWER = "task.pace_s=0.3"  # a machine is started again before the run is over
 
 
 def _hello(supervisor, *, host="a", number=None, parked=None):
