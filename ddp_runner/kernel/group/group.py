@@ -44,9 +44,8 @@ _never_freed: list[
 _left: list[Communicators] = []
 _uses = itertools.count()  # of a group that the program has formed
 PEERS_LEAVE_S = 0.25  # from the first rank that leaves a broken generation to the last
-FREED_WITHIN_S = (
-    2.0  # a group that was left, usually; one that gloo has lost track of waits for its timeout
-)
+# A group that was left, usually; one that gloo has lost track of waits for its timeout.
+FREED_WITHIN_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,9 +26,8 @@ from ddp_runner.kernel.wire.messages import Fork
 OUTPUT_SHOWN_BYTES = 8_000
 WORDS_BYTES = 64_000  # that a process may take to say why it dies: the stacks of all its threads
 TIDY_UP_S = 1.0  # for what ends by itself when all others have
-_LOOK_AGAIN_S = (
-    0.05  # for processes that were started meanwhile; each look goes through all of the machine
-)
+# For processes that were started meanwhile; each look goes through all of the machine.
+_LOOK_AGAIN_S = 0.05
 _EXITING = 0x4  # PF_EXITING of Linux, in a process's flags
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - not a place for our own files
