@@ -50,13 +50,19 @@ from ddp_runner.training.saves.final_weights import (
 from ddp_runner.training.starting.built_ahead import BuiltAhead
 from ddp_runner.training.starting.compiling import Compiler
 from ddp_runner.training.starting.resume import TakenUp, is_complete
-from ddp_runner.training.state import Progress
+from ddp_runner.training.state import Progress, TrainState
 from ddp_runner.training.task_steps import TaskSteps
 from ddp_runner.training.workload import build_workload
 
 _DRAWS = "a cache of random draws in the dataset"
 _CURE_OF_DRAWS = "cache a sample before its random changes"
 _CURE_OF_DATA = "compute what depends on the step or epoch in loss(model, batch, context)"
+
+
+def _may_change_samples(state: TrainState) -> bool:
+    """Return True if samples may use what steps change: loader workers had it as it was when they began."""
+    of_task = [name for name in state.side.followed_names() if not name.startswith("model.")]
+    return bool(state.carried_of_data or of_task)
 
 
 class TaskSetup:
@@ -93,8 +99,7 @@ class TaskSetup:
             workload,
             runtime,
             on_wait=on_wait,
-            # Samples may use what steps change in the task: loader workers had it as it was when they began.
-            may_differ=lambda: bool(state.carried_of_data or state.side.followed_names()),
+            may_differ=lambda: _may_change_samples(state),
         )
         ending.callback(self._same_data.close)
 
