@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import pytest
+
 from ddp_runner.training.exactness.same_data import agreed, differences
+from ddp_runner.training.task_client import _may_change_samples
 
 RECORD = {"samples": 100, "order": "2:aa", "sample 0": "a", "sample 50": "b", "sample 99": "c"}
 
@@ -54,3 +59,17 @@ def test_what_one_rank_could_not_see_is_taken_from_the_others():
 def test_a_record_of_ranks_that_differ_holds_no_sample():
     record, _ = agreed({0: RECORD, 1: changed(sample_0="x")})
     assert record == {"samples": 100, "order": "2:aa"}
+
+
+@pytest.mark.parametrize(
+    ("followed", "of_data", "may"),
+    [
+        ([], [], False),
+        (["model.norm.count", "model.seen"], [], False),
+        (["model.seen", "task.steps"], [], True),
+        ([], ["`data.level`"], True),
+    ],
+)
+def test_samples_may_follow_the_task_and_never_the_model(followed, of_data, may):
+    side = SimpleNamespace(followed_names=lambda: followed)
+    assert _may_change_samples(SimpleNamespace(side=side, carried_of_data=of_data)) is may
