@@ -75,7 +75,19 @@ PARTS = (
             "save_4gb.blocked_s",
         ),
     ),
-    Part(name="classes", module="tests.gpu.classes", limit_s=40, shown=("faster", "repaired_s")),
+    Part(
+        name="programs",
+        module="tests.gpu.programs",
+        limit_s=150,
+        shown=(
+            "loop.verdict",
+            "transformers.verdict",
+            "accelerate.verdict",
+            "lightning.verdict",
+            "eight.verdict",
+        ),
+    ),
+    Part(name="classes", module="tests.gpu.repairs", limit_s=40, shown=("faster", "repaired_s")),
     Part(name="marked", module="tests.gpu.marked", limit_s=30, shown=("passed", "failed")),
 )
 

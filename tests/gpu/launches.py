@@ -1,4 +1,4 @@
-"""Runs of the product, ``python -m ddp_runner train``, in folders of their own, and what came of them."""
+"""Runs of the product, ``python -m ddp_runner train`` or ``run``, in folders of their own, and what came of them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tests.gpu.facts import rehearses
 TASKS = Path(__file__).with_name("tasks.py")
 KIND = {"kill": "rank_killed", "raise": "rank_raised", "stop": "rank_hung"}
 SETTINGS = (
-    *("-b", "8", "log.display=plain", "bucket_cap_mb=1", "evaluate_interval=0"),
-    *("save_every_steps=20", "save_interval=0", "recovery.drill_at=off"),
-    *("recovery.max_restarts=1000", "recovery.no_progress_generations=5"),
+    *("log.display=plain", "bucket_cap_mb=1", "save_every_steps=20", "save_interval=0"),
+    *("recovery.drill_at=off", "recovery.max_restarts=1000", "recovery.no_progress_generations=5"),
     "recovery.hang_min_s=4",  # ranks share the device
 )
+OF_A_TASK = ("-b", "8", "evaluate_interval=0")
 BY_DEVICE = "its device has not reached the sum"
 EXACT = ("run.deterministic=true",)
 
@@ -43,10 +43,11 @@ def expected(harms):
 class Launch:
     """One run. It ends with this process, and all its processes with it.
 
-    ``where`` says on which devices; otherwise all ranks are on the first GPU.
+    Of a task of ``tasks.py``, or of a ``program``: a path and its words. ``where`` says on which
+    devices; otherwise all ranks are on the first GPU.
     """
 
-    def __init__(self, folder, *words, task, world, environment=None, where=()):
+    def __init__(self, folder, *words, task="", program=(), world, environment=None, where=()):
         self.folder = folder
         folder.mkdir(parents=True)
         self._begun_s = time.monotonic()
@@ -55,13 +56,16 @@ class Launch:
         if rehearses():
             where = ("--cpu", "-n", str(world))
         elif not where:
-            shared = ("-n", str(world), "ddp.backend=gloo")
-            where = ("-g", "0", *(shared if world > 1 else ()))
+            where = ("-g", ",".join("0" * world), *(("ddp.backend=gloo",) if world > 1 else ()))
         files = ["-l", str(folder / "logs"), "-c", str(folder / "checkpoints")]
-        command = [sys.executable, "-m", "ddp_runner", "train", *where, *SETTINGS, *files]
         # Several runs at a time, and little to do for a thread beside the device.
-        command += [f"threads_per_rank={1 if rehearses() else 2}"]
-        command += ["--task", f"{TASKS}:{task}", *(str(word) for word in words)]
+        settings = [*where, *SETTINGS, *files, f"threads_per_rank={1 if rehearses() else 2}"]
+        if task:
+            verb, of_it = "train", [*OF_A_TASK, "--task", f"{TASKS}:{task}"]
+        else:
+            verb, of_it = "run", []
+        words = [str(word) for word in (*words, *program)]
+        command = [sys.executable, "-m", "ddp_runner", verb, *settings, *of_it, *words]
         parent = os.getpid()
         with (folder / "console.txt").open("wb") as console:
             self._process = subprocess.Popen(

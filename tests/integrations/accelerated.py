@@ -108,7 +108,7 @@ def evaluate():
 def main():
     global accelerator, completed, model, evaluated
     accelerator = Accelerator(
-        cpu=True,
+        cpu="gpu" not in WORDS,
         gradient_accumulation_steps=3 if "accumulate" in WORDS else 1,
         mixed_precision="bf16" if "bf16" in WORDS else "no",
     )

@@ -134,7 +134,7 @@ def main():
         callbacks.append(EarlyStopping("val_loss", patience=2, min_delta=10.0))
     trainer = Trainer(
         strategy=InPlaceDDP(),
-        accelerator="cpu",
+        accelerator="gpu" if "gpu" in WORDS else "cpu",
         devices=int(os.environ.get("WORLD_SIZE", "1")),
         max_epochs=8 if "long" in WORDS else 5 if "early" in WORDS else 2,
         log_every_n_steps=1,

@@ -172,7 +172,7 @@ def main():
     chosen = {key: value for word in WORDS for key, value in CHOSEN.get(word, {}).items()}
     arguments = {
         "output_dir": "out",
-        "use_cpu": True,
+        "use_cpu": "gpu" not in WORDS,
         "per_device_train_batch_size": 2,
         "per_device_eval_batch_size": 2,
         "num_train_epochs": 2,

@@ -51,7 +51,7 @@ def main():
     others = {"second": torch.optim.SGD(model[-1].parameters(), lr=0.1, momentum=0.9)}
     others = others if args.two else {}
     scheduler = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
-    scaler = torch.amp.GradScaler("cpu", enabled=args.fp16, init_scale=2.0**20)
+    scaler = torch.amp.GradScaler(run.device.type, enabled=args.fp16, init_scale=2.0**20)
     if args.compile:
 
         def backend(graph, _):
@@ -98,11 +98,13 @@ def main():
         harm(run, "every")
         model.eval()
         with torch.no_grad():
-            hits = (net(data.tensors[0]).argmax(1) == data.tensors[1]).float().mean()
+            found = net(data.tensors[0].to(run.device)).argmax(1).cpu()
+        hits = (found == data.tensors[1]).float().mean()
         model.train()
         seen.append(round(float(hits), 6))
 
     def compute(batches):
+        batches = [[one.to(run.device) for one in batch] for batch in batches]
         for inputs, labels in batches[:-1]:
             with net.no_sync():
                 scaler.scale(criterion(net(inputs), labels) / len(batches)).backward()
