@@ -35,13 +35,13 @@ PARTS = (
     Part(
         name="machine",
         module="tests.gpu.machine",
-        limit_s=55,
+        limit_s=50,
         shown=("versions.gpu", "start.context_s", "killed.free_s", "board.behind_kernel"),
     ),
     Part(
         name="nccl",
         module="tests.gpu.nccl",
-        limit_s=115,
+        limit_s=105,
         shown=("cycle_eager.form_s.median", "behind_kernels.5s.abort_s", "while_enqueuing.ended"),
     ),
     Part(
@@ -53,7 +53,7 @@ PARTS = (
     Part(
         name="shared",
         module="tests.gpu.shared",
-        limit_s=125,
+        limit_s=115,
         shown=(
             "sums_2.rank0.wrong",
             "faults_2.verdict",
@@ -65,7 +65,7 @@ PARTS = (
     Part(
         name="one_rank",
         module="tests.gpu.one_rank",
-        limit_s=150,
+        limit_s=130,
         shown=(
             "faults.verdict",
             "special.verdict",
@@ -78,7 +78,7 @@ PARTS = (
     Part(
         name="programs",
         module="tests.gpu.programs",
-        limit_s=150,
+        limit_s=75,
         shown=(
             "loop.verdict",
             "transformers.verdict",
@@ -87,8 +87,8 @@ PARTS = (
             "eight.verdict",
         ),
     ),
-    Part(name="classes", module="tests.gpu.repairs", limit_s=40, shown=("faster", "repaired_s")),
-    Part(name="marked", module="tests.gpu.marked", limit_s=30, shown=("passed", "failed")),
+    Part(name="classes", module="tests.gpu.repairs", limit_s=25, shown=("faster", "repaired_s")),
+    Part(name="marked", module="tests.gpu.marked", limit_s=25, shown=("passed", "failed")),
 )
 
 
