@@ -22,7 +22,17 @@ from statistics import median, quantiles
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from contenders import end_by_signal, machine, show_machine
-from faulted import START_TIMEOUT_S, Comeback, Faulted, Harm, Job, NoComebackError, Ours, Torchrun
+from faulted import (
+    SAVE_EVERY,
+    START_TIMEOUT_S,
+    Comeback,
+    Faulted,
+    Harm,
+    Job,
+    NoComebackError,
+    Ours,
+    Torchrun,
+)
 from rivals import RIVALS
 
 CONTENDERS: tuple[type[Faulted], ...] = (Ours, Torchrun, *RIVALS)
@@ -90,6 +100,10 @@ def harm_all(
         # A stop comes last: it may be the end of a contender.
         for cell in sorted(cells, key=lambda cell: HARMS[cell.harm][0] is Harm.STOP):
             harm, rank = HARMS[cell.harm]
+            if (
+                harm is Harm.ALL
+            ):  # before the first save there is nothing to go back to but the start
+                run.wait_past(SAVE_EVERY + settled, timeout_s=START_TIMEOUT_S)
             for number in range(faults):
                 show(
                     f"{cell.contender}, {job.world} ranks, {job.state_mb:g} MB: {cell.harm} {number + 1}"
