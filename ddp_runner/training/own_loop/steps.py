@@ -239,6 +239,8 @@ class LoopSteps:
 
     def _sums_all(self, flags: list[bool]) -> bool:
         """Return True if DDP sums the gradients of all parameters that require one by ``flags``."""
+        if flags == self._flags:  # as nearly always
+            return True
         return not any(now and not wrapped for now, wrapped in zip(flags, self._flags, strict=True))
 
     def _wrap_again(self) -> None:
@@ -391,15 +393,17 @@ class LoopSteps:
         is_noted = loss is not None and not self._has_carried_loss
         if self._has_carried and not is_noted:
             return self._zeros
-        carried = torch.zeros(_CELLS, dtype=torch.float32)
+        cells = [0.0] * _CELLS
         if not self._has_carried:
-            carried[: len(Signal)] = torch.tensor(as_signals(self._votes), dtype=torch.float32)
-            carried[Signal.RELAID] = float(self._state.buffers.is_relaid())
-            carried[_Own.STEP] = float(self._state.committed_step % _COUNTED_TO)
-            carried[_Own.UPDATED] = float(self._state.has_updated)
-            carried[_Own.STOP] = float(loop.wants_stop)
+            cells[: len(Signal)] = as_signals(self._votes)
+            cells[Signal.RELAID] = float(self._state.buffers.is_relaid())
+            cells[_Own.STEP] = float(self._state.committed_step % _COUNTED_TO)
+            cells[_Own.UPDATED] = float(self._state.has_updated)
+            cells[_Own.STOP] = float(loop.wants_stop)
             self._has_carried = True
-        carried[_Own.NOTED] = float(is_noted)
+        cells[_Own.NOTED] = float(is_noted)
+        # One copy of all: a tensor that is written cell by cell takes some microseconds for each.
+        carried = torch.tensor(cells, dtype=torch.float32)
         carried = carried.to(self._zeros.device, non_blocking=True)
         if is_noted and loss is not None:
             self._has_carried_loss = LOSS in loop.noted
