@@ -8,6 +8,8 @@ import operator
 import warnings
 from typing import TYPE_CHECKING, Any, Literal
 
+from torch.utils.data import IterableDataset
+
 from ddp_runner.data.by_number import gives_by_number
 from ddp_runner.data.loader import Loader, LoadObserver, LoadOptions
 from ddp_runner.data.map_source import MapSource
@@ -144,7 +146,8 @@ class SafeDataLoader(Loader):
 
 
 def _size_of(dataset: Any) -> int:
-    if not gives_by_number(dataset):
+    # torch's IterableDataset inherits a __getitem__ that merely raises.
+    if isinstance(dataset, IterableDataset) or not gives_by_number(dataset):
         raise TypeError(
             f"{type(dataset).__name__} has no items by number (__getitem__): streams are for a run's Datasets"
         )
@@ -160,8 +163,8 @@ def _size_of_sampler(sampler: Any) -> int:
         raise TypeError(f"sampler: {type(sampler).__name__} has no length (__len__)") from None
 
 
-def _refuse_numbers(batch_size: int, timeout: float | None, on_bad_sample: str) -> None:
-    if batch_size < 1:
+def _refuse_numbers(batch_size: int | None, timeout: float | None, on_bad_sample: str) -> None:
+    if batch_size is None or batch_size < 1:
         raise ValueError(f"batch_size={batch_size}: at least 1")
     if timeout is not None and timeout < 0:
         raise ValueError(f"timeout={timeout}: 0, for no limit, or more")

@@ -104,6 +104,7 @@ class DDPTrainer:
         self._runtime.logger.hidden = hidden_texts(self.settings.task, os.environ)
         self._rank_info = self._runtime.rank_info
         self._built = built  # until it is taken
+        self._has_begun = False
         self._engine: Engine | None = None  # once there is something to train
         self._parts: TaskParts | None = None  # the same
 
@@ -136,8 +137,13 @@ class DDPTrainer:
         Raises BadInputError for settings, data or a checkpoint that do not fit, and FaultError for
         a fault that this process does not survive, or where the run ends without it. Without a
         supervisor rank 0 writes ``metrics.jsonl`` and ``summary.json`` into the log folder, and KeyboardInterrupt
-        ends the training as it is.
+        ends the training as it is. Raises RuntimeError if it is called again.
         """
+        if self._has_begun:
+            raise RuntimeError(
+                "train() has been called: make a new DDPTrainer, which resumes from the newest checkpoint"
+            )
+        self._has_begun = True
         try:
             return self._train()
         except BaseException as error:

@@ -166,9 +166,10 @@ class Stream(IterableDataset):
 @pytest.mark.parametrize(
     ("dataset", "options", "error", "said"),
     [
-        (Stream(), {}, TypeError, "by number|no length"),
+        (Stream(), {}, TypeError, "Stream has no items by number"),
         ({"a": 1}.values(), {}, TypeError, "by number"),
         (Numbers(), {"batch_size": 0}, ValueError, "batch_size=0"),
+        (Numbers(), {"batch_size": None}, ValueError, "batch_size=None: at least 1"),
         (Numbers(), {"batch_size": 40, "drop_last": True}, ValueError, "fewer than one"),
         (Numbers(), {"world_size": 2}, ValueError, "drop_last"),
         (Numbers(), {"rank": 1}, ValueError, "rank=1"),

@@ -229,6 +229,15 @@ def test_a_model_without_a_loss_says_what_to_give(tmp_path, monkeypatch):
     """One line, with both words."""
     with pytest.raises(FaultError, match="has no loss: give criterion=, of outputs and targets"):
         trained(tmp_path, monkeypatch, loss=None, loader=DataLoader(DATA.tensors[0], batch_size=8))
+    with pytest.raises(FaultError, match="called with the whole batch, a list"):
+        trained(tmp_path, monkeypatch, loss=None)
+
+
+def test_a_trainer_trains_once_and_says_so(tmp_path, monkeypatch):
+    """A cell of a notebook that is run again gets the reason, and the way on."""
+    trainer, _ = trained(tmp_path, monkeypatch)
+    with pytest.raises(RuntimeError, match="make a new DDPTrainer, which resumes"):
+        trainer.train()
 
 
 @pytest.mark.parametrize(

@@ -383,7 +383,14 @@ def _loss_of(
 
 def _models_own(model: nn.Module, batch: Batch) -> Tensor:
     """Return the loss of a model's output, as models of transformers give it for a batch with labels."""
-    outputs = model(**batch) if isinstance(batch, Mapping) else model(batch)
+    try:
+        outputs = model(**batch) if isinstance(batch, Mapping) else model(batch)
+    except (TypeError, AttributeError) as error:
+        if not isinstance(batch, (list, tuple)):
+            raise
+        raise TypeError(
+            f"{error} (without criterion= and loss=, the model is called with the whole batch, a {type(batch).__name__})"
+        ) from error
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
     if not isinstance(loss, Tensor):
         raise TypeError(
