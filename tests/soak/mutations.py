@@ -298,6 +298,11 @@ MUTATIONS = (
         after="def beside(",
     ),
     _break(
+        "bound-where-read",
+        "        found |= (late - early) & read\n",
+        "",
+    ),
+    _break(
         "looked-behind-a-repair",
         "or self._is_last_chance()",
         "",

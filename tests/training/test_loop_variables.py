@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import collections
 import contextlib
 import sys
@@ -15,6 +16,7 @@ import torch
 from ddp_runner.training.components.optimizer_state import hidden_state
 from ddp_runner.training.exactness.held_values import HeldValues
 from ddp_runner.training.own_loop.attached_run import _is_kept
+from ddp_runner.training.own_loop.carried_names import late_names
 from ddp_runner.training.own_loop.loop_variables import LoopVariables
 
 STEPS = 5
@@ -636,3 +638,27 @@ def test_functions_between_steps_are_read_like_the_loop(tmp_path):
     (tmp_path / "shown").mkdir()
     shown = "bad = 0\ndef every():\n    global bad\n    bad += 1\n    print(bad)"
     assert variables_behind(tmp_path / "shown", shown) == []
+
+
+@pytest.mark.parametrize(
+    ("body", "late"),
+    [
+        ("loss = net(x)\n loss.backward(); o.step()", set()),
+        ("loss = net(x); loss.backward(); o.step(); y = loss.item()", {"y"}),
+        ("loss = train(x)", {"loss"}),
+        ("loss = self.one(x)", {"loss"}),
+        ("self.y = train(x)", {"self.y"}),
+        ("loss, y = unknown(x)", {"loss", "y"}),
+        ("loss = 0\n train(x)", set()),
+        ("for part in x:\n  y = net(part)\n o.step()", set()),
+        ("if x:\n  y = train(x)\n else:\n  y = 0", {"y"}),
+        ("scaler.step(o)\n lr = o.lr", set()),
+    ],
+)
+def test_names_that_a_block_sets_behind_its_update(body, late):
+    """Directly, by a function or a method of the file, or by somebody else's; ``lr`` is not read behind the block."""
+    head = "def train(x):\n return update(x)\ndef update(x):\n o.step()\n"
+    head += "class C:\n def one(self, x):\n  self.o.step()\n"
+    source = f"{head}for x in run.steps(data):\n with run.step():\n  {body.replace(chr(10), chr(10) + ' ')}\n"
+    tree = ast.parse(source + " print(loss, y, self.y)\n")
+    assert late_names(tree, tree.body[-1]) == late

@@ -320,6 +320,7 @@ def _short_batches(run):
         (lambda run: run.step().__enter__(), "run.step() needs a batch"),
         (lambda run: run.end_step(), "run.end_step() without run.begin_step()"),
         (lambda run: run.loader(DATA, batch_size=0), "loader() needs batch_size="),
+        (lambda run: run.loader(DATA, batch_size=1, num_workers=-1), "num_workers= of 0 or more"),
         (lambda run: run.note(loss=torch.ones(3)), "note(loss=...) is a Tensor of 3 elements"),
         (lambda run: run.note(model="small"), "note(model=...) is a str: give one number"),
     ],
@@ -999,13 +1000,53 @@ def test_gradients_of_gradients_carry_no_signal(run):
     assert run.step_number == 3
 
 
-def _changes_of_a_launch(folder, *, samples, steps):
+def test_what_is_set_behind_the_update_is_there_behind_the_block(run):
+    """As where a function makes the whole step: the first body of a launch is not for nothing then."""
+    model, optimizer = parts()
+    net = run.ddp(model)
+    run.keep(model=model, optimizer=optimizer)
+
+    def train(x, y):
+        loss = (net(x) - y).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    losses = []
+    for x, y in run.steps(DATA, max_steps=3):
+        with run.step():
+            loss = train(x, y)
+        losses.append(loss.item())
+        del loss
+    assert len(losses) == run.step_number == 3
+
+
+def test_data_may_stay_in_its_order(run):
+    """``shuffle`` and ``num_workers`` are as a DataLoader's."""
+    model, optimizer = parts()
+    net = run.ddp(model)
+    run.keep(model=model, optimizer=optimizer)
+    data = TensorDataset(torch.arange(8.0).unsqueeze(1).expand(8, 2).contiguous())
+    seen = []
+    for (x,) in run.steps(
+        run.loader(data, batch_size=2, shuffle=False, num_workers=1), max_steps=3
+    ):
+        with run.step():
+            net(x).sum().backward()
+            optimizer.step()
+            seen += x[:, 0].tolist()
+    assert seen == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+def _changes_of_a_launch(folder, *, samples, steps, **options):
     with run_in(folder) as made:
         model, optimizer = parts()
         net = made.ddp(model)
         made.keep(model=model, optimizer=optimizer)
         data = TensorDataset(torch.ones(24, 2), torch.ones(24, 1))
-        for x, y in made.steps(made.loader(data, batch_size=samples), max_steps=steps):
+        batches = made.loader(data, batch_size=samples, **options)
+        for x, y in made.steps(batches, max_steps=steps):
             with made.step():
                 (net(x) - y).square().mean().backward()
                 optimizer.step()
@@ -1027,6 +1068,13 @@ def test_a_resume_with_larger_batches_is_a_change(tmp_path, samples):
     changes = _changes_of_a_launch(tmp_path, samples=samples, steps=4)
     expected = ("samples in a step 3 -> 6 at step 2",) if samples == 6 else ()
     assert changes == expected
+
+
+def test_a_resume_in_another_order_of_samples_is_a_change(tmp_path):
+    """The two halves are of no one order."""
+    _changes_of_a_launch(tmp_path, samples=3, steps=2)
+    changes = _changes_of_a_launch(tmp_path, samples=3, steps=4, shuffle=False)
+    assert changes == ("order of the samples shuffled -> the dataset's at step 2",)
 
 
 def test_another_kept_name_is_refused_at_a_resume():

@@ -49,7 +49,7 @@ from ddp_runner.training.own_loop.batches import (
 from ddp_runner.training.own_loop.client import LoopClient, LoopSetup
 from ddp_runner.training.own_loop.declared import KEEP_LOCAL, OwnLoop, Recurring, RepeatStep
 from ddp_runner.training.own_loop.kept import KeptState
-from ddp_runner.training.own_loop.loop_variables import LoopVariables
+from ddp_runner.training.own_loop.loop_variables import LoopVariables, sets_late
 from ddp_runner.training.own_loop.misuse import (
     is_guarded,
     misuse,
@@ -199,11 +199,7 @@ class AttachedRun:
             self._loop.local[name] = value
 
     def watch(
-        self,
-        values: Callable[[], Mapping[str, Any]],
-        *,
-        is_apart: Callable[[Any], bool],
-        cure: str,
+        self, values: Callable[[], Mapping[str, Any]], *, is_apart: Callable[[Any], bool], cure: str
     ) -> None:
         """Have what changes of ``values()``, by name, said to be not kept. For a loop that is not yours.
 
@@ -220,14 +216,21 @@ class AttachedRun:
         batch_size: int,
         accumulate: int = 1,
         collate_fn: Callable[[list[Any]], Any] | None = None,
+        shuffle: bool = True,
+        num_workers: int | None = None,
     ) -> KeptLoader:
-        """Batches of ``batch_size`` samples for this rank, shuffled, from a loader that repairs itself.
+        """Batches of ``batch_size`` samples for this rank, from a loader that repairs itself.
 
-        Of a map-style dataset. Its workers are replaced when they die or hang, and samples that cannot be
-        loaded by others. With ``accumulate`` above 1 each step is given a list of so many batches.
+        Of a map-style dataset. Its ``num_workers`` (by default the setting) are replaced when they die or hang, and samples
+        that cannot be loaded by others. With ``accumulate`` above 1 each step is given a list of so many batches.
         """
         return KeptLoader(
-            dataset=dataset, batch_size=batch_size, accumulate=accumulate, collate_fn=collate_fn
+            dataset=dataset,
+            batch_size=batch_size,
+            accumulate=accumulate,
+            collate_fn=collate_fn,
+            shuffle=shuffle,
+            num_workers=num_workers,
         )
 
     def every(self, *, steps: int = 0, epochs: int = 0) -> Callable[[_Function], _Function]:
@@ -265,12 +268,7 @@ class AttachedRun:
         self._runtime.slot.set(Cell.PHASE_SINCE_NS, time.monotonic_ns())
 
     def steps(
-        self,
-        batches: Iterable[Any],
-        *,
-        max_steps: int = 0,
-        epochs: int = 0,
-        accumulate: int = 1,
+        self, batches: Iterable[Any], *, max_steps: int = 0, epochs: int = 0, accumulate: int = 1
     ) -> Iterator[Any]:
         """Give this rank's batch of each step, until the end; the same batch where a step is done again.
 
@@ -283,7 +281,7 @@ class AttachedRun:
         parts, run_id, accumulate = self._prepared(
             batches, max_steps=max_steps, epochs=epochs, accumulate=accumulate
         )
-        kept = self._kept_ids()
+        kept, self._loop.rehearses = self._kept_ids(), not sets_late(user_frame())
         self._variables = LoopVariables(
             is_kept=lambda value: _is_kept(value, kept),
             functions=lambda: [one.call for one in self._loop.recurring],

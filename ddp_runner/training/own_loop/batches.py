@@ -10,7 +10,7 @@ import hashlib
 import multiprocessing
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from torch.utils.data import (
     Subset,
 )
 
+from ddp_runner.core.settings import Settings
 from ddp_runner.core.step_schedule import RunLength
 from ddp_runner.data.by_number import gives_by_number
 from ddp_runner.data.loader import Loader
@@ -147,6 +148,8 @@ class KeptLoader:
     batch_size: int
     accumulate: int
     collate_fn: Callable[[list[Any]], Any] | None
+    shuffle: bool = True
+    num_workers: int | None = None  # None: the setting's
 
     def __post_init__(self) -> None:
         if not hasattr(self.dataset, "__len__") or not gives_by_number(self.dataset):
@@ -155,6 +158,16 @@ class KeptLoader:
             )
         if self.batch_size < 1 or self.accumulate < 1:
             raise misuse("loader() needs batch_size= and accumulate= of 1 or more")
+        if self.num_workers is not None and self.num_workers < 0:
+            raise misuse(f"loader() needs num_workers= of 0 or more, not {self.num_workers}")
+
+    def settings_in(self, settings: Settings) -> Settings:
+        """Return ``settings`` with what the loop says of its batches."""
+        share = self.batch_size * self.accumulate
+        data = replace(settings.data, batch_size=share, micro_batch_size=self.batch_size)
+        if self.num_workers is not None:
+            data = replace(data, num_workers=self.num_workers)
+        return replace(settings, data=data)
 
     def count(self, world_size: int) -> int:
         """Return the number of a rank's batches in an epoch. Raises BadInputError if the data is too small."""

@@ -97,6 +97,95 @@ def carried_names(
     return found if tree is None else reading.results(tree, loop, written) | found
 
 
+# INVARIANT bound-where-read: what a loop reads behind a step's block has been set there, at its first step too.
+# Broken if: the first body of a launch, which ends at the update, is for nothing in a loop that sets it behind the update.
+# Guarded by: test_what_is_set_behind_the_update_is_there_behind_the_block.
+def late_names(tree: ast.AST, loop: ast.For | ast.While) -> set[str]:
+    """Return the names that a block of a step sets behind its update, and that ``loop`` reads behind that block.
+
+    By the source alone, so that all ranks find the same. A call of a function counts as the update if the function
+    of that name in ``tree`` makes it; if nothing in the block is known to make it, each call may.
+    """
+    updating = _updating_functions(tree)
+    found: set[str] = set()
+    for block in ast.walk(loop):
+        if not isinstance(block, ast.With) or not any(map(_is_block, block.items)):
+            continue
+        statements = [
+            one for part in block.body for one in ast.walk(part) if isinstance(one, ast.stmt)
+        ]
+        # The innermost ones: a compound statement has the calls of those within it.
+        simple = [one for one in statements if not hasattr(one, "body")]
+        updates = [one for one in simple if _makes_update(one, updating)]
+        updates = updates or [one for one in simple if _calls_in(one)]
+        first = min(map(_place, updates), default=(block.end_lineno or block.lineno, 0))
+        early = {name for one in statements if _place(one) < first for name in _stored_in(one)}
+        late = {name for one in statements if _place(one) >= first for name in _stored_in(one)}
+        read = {
+            ast.unparse(one)
+            for part in loop.body
+            for one in ast.walk(part)
+            if isinstance(one, (ast.Name, ast.Attribute))
+            and isinstance(one.ctx, ast.Load)
+            and one.lineno > (block.end_lineno or block.lineno)
+        }
+        found |= (late - early) & read
+    return found
+
+
+def _is_block(item: ast.withitem) -> bool:
+    """Return True for ``run.step()``."""
+    call = item.context_expr
+    is_bare = isinstance(call, ast.Call) and not call.args and not call.keywords
+    return is_bare and isinstance(call, ast.Call) and _called(call) == "step"
+
+
+def _place(statement: ast.stmt) -> tuple[int, int]:
+    return statement.lineno, statement.col_offset
+
+
+def _calls_in(node: ast.AST) -> list[ast.Call]:
+    return [one for one in ast.walk(node) if isinstance(one, ast.Call)]
+
+
+def _makes_update(node: ast.AST, updating: Collection[str]) -> bool:
+    return any(_called(one) == "step" or _called(one) in updating for one in _calls_in(node))
+
+
+def _stored_in(statement: ast.stmt) -> set[str]:
+    """Return the names and attributes that a simple statement, or the head of a compound one, sets."""
+    if isinstance(statement, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr)):
+        parts: list[ast.AST] = [statement]
+    elif isinstance(statement, (ast.For, ast.With)):
+        parts = [statement.target] if isinstance(statement, ast.For) else [*statement.items]
+    else:
+        parts = []
+    nodes = (one for part in parts for one in ast.walk(part))
+    is_place = (ast.Name, ast.Attribute)
+    return {
+        ast.unparse(one)
+        for one in nodes
+        if isinstance(one, is_place) and isinstance(one.ctx, ast.Store)
+    }
+
+
+def _updating_functions(tree: ast.AST) -> set[str]:
+    """Return the names of the functions and methods of ``tree`` that make an update, also by others of them."""
+    functions = [
+        one for one in ast.walk(tree) if isinstance(one, (ast.FunctionDef, ast.AsyncFunctionDef))
+    ]
+    found: set[str] = set()
+    while True:
+        more = {
+            one.name
+            for one in functions
+            if one.name not in found and any(_makes_update(part, found) for part in one.body)
+        }
+        if not more:
+            return found
+        found |= more
+
+
 @dataclass(slots=True)
 class _Scope:
     """The names of a function as they are called here: local ones are prefixed with its name."""

@@ -86,13 +86,15 @@ class LoopSetup:
         device = torch.device(info.device)
         if isinstance(batches, KeptLoader):
             size, share = len(batches.dataset), batches.batch_size * batches.accumulate
-            data = replace(settings.data, batch_size=share, micro_batch_size=batches.batch_size)
-            settings = replace(settings, data=data)
+            settings, is_shuffled = batches.settings_in(settings), batches.shuffle
         else:  # in batches, where nobody knows how large they are
             share = batch_size_of(batches) * given.accumulate
-            size = given.length.steps_per_epoch * info.world_size * share
+            size, is_shuffled = given.length.steps_per_epoch * info.world_size * share, True
         order = SampleOrder(
-            seed=settings.run.seed, dataset_size=size, global_batch_size=share * info.world_size
+            seed=settings.run.seed,
+            dataset_size=size,
+            global_batch_size=share * info.world_size,
+            shuffle=is_shuffled,
         )
         self.settings = settings
         local = LocalState(loop.local, option=KEEP_LOCAL)
@@ -113,9 +115,7 @@ class LoopSetup:
             device=device,
             backend=backend_of(settings, device),
             resume_key={"run.seed": settings.run.seed, "ranks": info.world_size},
-            recipe=_recipe(
-                runtime, given.length, arguments=arguments, samples=order.global_batch_size
-            ),
+            recipe=_recipe(runtime, given.length, arguments=arguments, order=order),
             settings_digest=config.digest(settings),
             monitor=Monitor(by_evaluations=False),
             parameters=sum(one.numel() for one in self.state.model.parameters()),
@@ -209,7 +209,7 @@ def _refuse_unsavable(state: KeptState) -> None:
 
 
 def _recipe(
-    runtime: Runtime, length: RunLength, *, arguments: str, samples: int
+    runtime: Runtime, length: RunLength, *, arguments: str, order: SampleOrder
 ) -> dict[str, JsonValue]:
     """Return the values of which a change gives the same run other weights."""
     info = runtime.rank_info
@@ -219,7 +219,8 @@ def _recipe(
         "threads per rank": torch.get_num_threads() if info.device == "cpu" else 0,
         "torch": versions()["torch"],
         ARGUMENTS: arguments,
-        "samples in a step": samples,
+        "samples in a step": order.global_batch_size,
+        "order of the samples": "shuffled" if order.shuffle else "the dataset's",
     }
 
 

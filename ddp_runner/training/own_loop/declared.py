@@ -57,6 +57,7 @@ class OwnLoop:
     )  # in the step in hand, or the newest
     late_loss: Tensor | float | None = None  # of the newest step, where it was noted after backward
     wants_stop: bool = False
+    rehearses: bool = True  # the first body of a launch is for nothing, and ends at its update
     calls_together: bool = False  # functions between steps
     is_between: bool = False  # in such a function
 

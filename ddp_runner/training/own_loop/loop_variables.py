@@ -24,13 +24,33 @@ from torch.utils.data import DataLoader, Dataset
 
 from ddp_runner.system.code_files import is_users_file
 from ddp_runner.training.exactness.held_values import Look, whole_look
-from ddp_runner.training.own_loop.carried_names import Carried, Resolved, carried_names, loop_at
+from ddp_runner.training.own_loop.carried_names import (
+    Carried,
+    Resolved,
+    carried_names,
+    late_names,
+    loop_at,
+)
 from ddp_runner.values.object_graph import CONTAINERS, LEAVES, Walk, attributes_of, is_opaque
 
 _LOOKS_IN_A_ROW = 4  # then at every power of two: what changes now and then shows too
 _OBJECTS_MAX = 1_000  # in the value of one name
 _NOTHING = object()
 _Functions = dict[tuple[str, int], ast.FunctionDef | ast.AsyncFunctionDef]  # by name and first line
+
+
+def sets_late(frame: FrameType | None) -> bool:
+    """Return True if the loop that begins in ``frame`` reads behind a step what its body sets only behind the update."""
+    tree = None if frame is None else _tree_of(frame)
+    loop = None if frame is None or tree is None else loop_at(tree, frame.f_lineno)
+    return tree is not None and loop is not None and bool(late_names(tree, loop))
+
+
+def _tree_of(frame: FrameType) -> ast.Module | None:
+    try:
+        return ast.parse("".join(linecache.getlines(frame.f_code.co_filename, frame.f_globals)))
+    except (SyntaxError, ValueError):
+        return None
 
 
 class LoopVariables:
@@ -113,13 +133,9 @@ class LoopVariables:
 
     def _read(self, frame: FrameType, names: _Names) -> dict[str, Carried]:
         """The names that may carry something, by the source of the loop; none where that is not there."""
-        path = frame.f_code.co_filename
-        try:
-            tree = ast.parse("".join(linecache.getlines(path, frame.f_globals)))
-        except (SyntaxError, ValueError):
-            return {}
-        loop = loop_at(tree, frame.f_lineno)
-        if loop is None:
+        path, tree = frame.f_code.co_filename, _tree_of(frame)
+        loop = None if tree is None else loop_at(tree, frame.f_lineno)
+        if tree is None or loop is None:
             return {}
         self._functions[path] = _functions_in(tree)
 
