@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import resource
 from pathlib import Path
@@ -242,6 +243,8 @@ def test_memory_that_does_not_suffice_is_no_fault_of_the_file(tmp_path):
     save(tmp_path, 10)
     big = {**state_of(20), "model": {"weight": torch.zeros(2**26, dtype=torch.uint8)}}
     save(tmp_path, 20, state=big)
+    del big
+    gc.collect()  # what is freed later would be room for the file
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (used + 2**25, before[1]))
