@@ -52,6 +52,11 @@ class _Origin:
     suspect: str
 
 
+_OF_ONE_RANK = (
+    "does a step change weights or gradients by values of one rank? random draws differ by rank"
+)
+
+
 class NumericsGuard:
     """One generation's guard on this rank. Every rank calls its methods at the same steps."""
 
@@ -346,7 +351,7 @@ class NumericsGuard:
             self._rollbacks_there = 0
         why = ""
         if checkpoint_step == EMPTY_STEP:
-            why = "and there is no checkpoint"
+            why = f"and there is no checkpoint ({_OF_ONE_RANK})"
         elif self._rollbacks_there == ROLLBACKS_WITHOUT_MAJORITY_MAX:
             why = f"again after going back to step {checkpoint_step}: suspect a device"
         if why:

@@ -323,6 +323,27 @@ for way, written in {
         {written}
         opt.step()""",
     )
+CARRIED["what an object keeps that is called"] = (
+    "clip.norms",
+    f"""class Clip:
+        def __init__(self): self.norms = [1.0]
+        def __call__(self, w):
+            self.norms.append(float(nn.utils.clip_grad_norm_([w], np.percentile(self.norms, 50))))
+clip = Clip()
+{HEAD}net(batch).sum().backward(); clip(w)""",
+)
+CARRIED["what a loss of one's own keeps"] = (
+    "criterion.mean",
+    f"""class Criterion(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(2))
+        def forward(self, found):
+            self.mean.lerp_(found.detach(), 0.1)
+            return (found - self.mean).square().sum()
+criterion = Criterion()
+{HEAD}criterion(net(batch)).backward()""",
+)
 HARMLESS["a counter beside a rate that is shown"] = (
     f"{OPTIMIZER}n = 0\n{HEAD}net(batch).sum().backward()\n        opt.step()\n        n += 1\n"
     "        row = {'lr': opt.param_groups[0]['lr']}\n        row['n'] = n\n        print(row)"

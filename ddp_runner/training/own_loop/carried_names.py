@@ -341,8 +341,7 @@ class _Reading:
     def _call(self, node: ast.Call, written: set[str], scope: _Scope) -> set[str]:
         values = [*node.args, *(one.value for one in node.keywords)]
         found = self._all(values, written, scope)
-        name = _dotted(node.func, scope)
-        resolved = self.find(name) if name else Resolved()
+        name, resolved = self._called_function(_dotted(node.func, scope))
         if resolved.is_foreign and _called(node) not in _NEUTRAL | _MUTATORS:
             self.sinks |= found
         if name and resolved.function is not None and self.inlined_count < _INLINED_MAX:
@@ -356,6 +355,17 @@ class _Reading:
                 self._mutate(owner, node, found)
             return found | of
         return found | self.reads(node.func, written, scope)
+
+    def _called_function(self, name: str | None) -> tuple[str | None, Resolved]:
+        """Return the function that a call of ``name`` runs, and its name: an object's is a method of its class."""
+        resolved = self.find(name) if name else Resolved()
+        if not name or resolved.is_fixed:
+            return name, resolved
+        for method in ("__call__", "forward"):  # the latter of an nn.Module
+            found = self.find(f"{name}.{method}")
+            if found.function is not None:
+                return f"{name}.{method}", found
+        return name, resolved
 
     def inline(
         self,
