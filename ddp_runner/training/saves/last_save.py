@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import resource
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from pathlib import Path
 from ddp_runner.checkpoint.codec import stored_bytes
 from ddp_runner.checkpoint.store import CheckpointStore, Saved
 from ddp_runner.core.settings import Settings
+from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.exits import StopReason
 from ddp_runner.kernel.rules.faults import Fault, FaultError, FaultKind
 from ddp_runner.kernel.step.runtime import Runtime
@@ -136,6 +138,17 @@ def checkpoint_bytes(state: TrainState) -> int:
     if state.ema is not None and not state.ema.started:
         needed_bytes += state.ema.bytes_to_come(but=left_out)
     return needed_bytes
+
+
+def refuse_small_files(state: TrainState) -> None:
+    """Raise BadInputError where the system allows no file as large as a checkpoint: none would ever be saved."""
+    limit_bytes, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if limit_bytes == resource.RLIM_INFINITY:
+        return
+    needed_bytes = checkpoint_bytes(state)
+    if limit_bytes < needed_bytes:
+        needed = f"a checkpoint takes about {needed_bytes:,}"
+        raise BadInputError("ulimit -f", "", f"allows files of {limit_bytes:,} bytes; {needed}")
 
 
 def existing_folder(folder: Path) -> Path:
