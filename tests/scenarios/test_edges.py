@@ -48,10 +48,11 @@ def test_files_too_small_for_a_checkpoint_are_one_line(tmp_path):
     """No later try could write one, so nothing is trained."""
     command = in_shell("ulimit -f 8;")
     uncached = {**CHECKOUT, "PYTHONDONTWRITEBYTECODE": "1"}  # Python would leave half a file
-    with Run(tmp_path, *SHORT, command=command, environment=uncached) as run:
+    wide = (*SHORT, "task.width=512")
+    with Run(tmp_path, *wide, command=command, environment=uncached) as run:
         assert run.wait() == 2, run.console
     assert (
-        "ddp_runner: error: ulimit -f: allows files of 4,096 bytes; a checkpoint takes"
+        "ddp_runner: error: ulimit -f: allows files of 4,096 bytes; a checkpoint takes more than "
         in run.console
     )
 
