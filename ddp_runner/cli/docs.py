@@ -18,8 +18,8 @@ def _run(asked: Arguments) -> int:
     if not IS_CHECKOUT:
         raise BadInputError("docs", "", "needs a checkout: the pages are not installed")
     port = asked.values.get("--port", "8000")
-    if not port.isdigit():
-        raise BadInputError("--port", port, "must be a whole number")
+    if not port.isdecimal() or not 1 <= int(port) <= 65535:
+        raise BadInputError("--port", port, "must be a whole number from 1 to 65535")
     configuration = str(Path(PACKAGE_PARENT, "mkdocs.yml"))
     if folder := asked.values.get("--build"):
         site = str(Path(folder).absolute())

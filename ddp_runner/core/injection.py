@@ -304,6 +304,10 @@ def _key_values(text: str, rest: str) -> dict[str, str]:
         key, equals, value = part.partition("=")
         if not equals or not value:
             raise BadInputError(OPTION, text, "write KIND:key=value,key=value")
+        if key.strip() in values:
+            raise BadInputError(
+                OPTION, text, f"has {key.strip()} twice; a second fault has an {OPTION} itself"
+            )
         values[key.strip()] = value.strip()
     return values
 

@@ -22,6 +22,7 @@ from ddp_runner.kernel.wire.messages import Built
 from ddp_runner.memory.manager import Loads, MemoryManager
 from ddp_runner.training.figures.train_report import BuiltParts
 from ddp_runner.training.loading.loaders import watch_memory
+from ddp_runner.training.saves.last_save import refuse_small_files
 from ddp_runner.training.saves.save_room import SaveRoom
 from ddp_runner.training.saves.saving import Saving
 from ddp_runner.training.starting.changes import report_changes
@@ -108,7 +109,7 @@ def prepare(
 ) -> tuple[Parts_co, str]:
     """Return what this rank trains with, and the run that it resumes; what is to be closed is left to ``ending``.
 
-    Raises BadInputError for a checkpoint that does not fit.
+    Raises BadInputError for a checkpoint that does not fit, or that the system would not let it write.
     """
     settings, workload, state = setup.settings, setup.workload, setup.state
     store = CheckpointStore(
@@ -122,6 +123,7 @@ def prepare(
     except OtherStageError as error:
         leave_for(error.stage, runtime)
     setup.take_in(start)
+    refuse_small_files(state)
     stages.enter(Stage.NONE)
     runtime.slot.set(Cell.TOTAL_STEPS, workload.length.total_steps)
     loader = setup.open_loader()

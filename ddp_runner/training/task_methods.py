@@ -36,6 +36,7 @@ HOOKS = {
 }
 _LOSS, _DATA = "write loss(model, batch)", "write build_datasets()"
 _METRICS = "write metrics(model, batch)"
+_OPTIMIZER = "write configure_optimizers(model)"
 _EPOCH_END = "write on_epoch_end(context)"
 _EVALUATION_END = "write on_evaluation_end(context)"
 # Other trainers call these, and a task that has them counts on it.
@@ -45,6 +46,8 @@ _REFUSED = {
     "validation_step": f"evaluations call loss(model, batch) too; for more {_METRICS}",
     "train_dataloader": _DATA,
     "val_dataloader": _DATA,
+    "build_optimizer": _OPTIMIZER,
+    "build_scheduler": _OPTIMIZER,
 }
 _COLLATE = "give Datasets(collate=...)"
 _UNUSED = {

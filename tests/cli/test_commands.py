@@ -160,6 +160,7 @@ def command(*words: str, cwd: Path, **environment: str) -> subprocess.CompletedP
             ["recovery.warm_spare=2: must be true or false, or process, or model"],
         ),
         (["evaluate", "bst"], ["bst: does not exist; did you mean best?"]),
+        (["docs", "--port", "99999"], ["--port=99999: must be a whole number from 1 to 65535"]),
         (["doctor", "--jsno"], ["--jsno: unknown option; did you mean --json?"]),
     ],
 )

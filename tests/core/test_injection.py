@@ -74,6 +74,12 @@ def test_a_step_is_a_whole_number(raw):
     assert parse_injection("kill:step=2", world_size=2).step == 2
 
 
+def test_a_key_that_is_given_twice_is_refused():
+    """Of two faults in one word only half of each would come."""
+    with pytest.raises(BadInputError, match="has step twice"):
+        parse_injection("kill:rank=1,step=5;kill:rank=0,step=10", world_size=2)
+
+
 def places(*specs):
     return bad_sample_places(specs, world_size=2, total_steps=50)
 

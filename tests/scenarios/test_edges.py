@@ -44,6 +44,19 @@ def test_too_few_open_files_are_one_line(tmp_path):
     assert not run.logs.exists()
 
 
+def test_files_too_small_for_a_checkpoint_are_one_line(tmp_path):
+    """No later try could write one, so nothing is trained."""
+    command = in_shell("ulimit -f 8;")
+    uncached = {**CHECKOUT, "PYTHONDONTWRITEBYTECODE": "1"}  # Python would leave half a file
+    wide = (*SHORT, "task.width=512")
+    with Run(tmp_path, *wide, command=command, environment=uncached) as run:
+        assert run.wait() == 2, run.console
+    assert (
+        "ddp_runner: error: ulimit -f: allows files of 4,096 bytes; a checkpoint takes more than "
+        in run.console
+    )
+
+
 def test_sigquit_to_the_script_alone_ends_the_run(tmp_path):
     """Also where a shell that started it in the background has it ignore the signal."""
     settings = ("-b", "8", "--max-steps", "5000", "num_workers=1", "--audit")

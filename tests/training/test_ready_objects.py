@@ -457,3 +457,13 @@ def test_rates_are_a_function_of_the_step():
         rates.apply()
         found.setdefault(step, set()).add(optimizer.param_groups[1]["lr"])
     assert found == {0: {0.25}, 1: {0.25}, 2: {0.125}, 3: {0.125}, 7: {0.03125}}
+
+
+def test_a_parameter_group_that_training_adds_is_named():
+    """A replaced rank would not have it."""
+    model = Line()
+    optimizer = SGD(model.line.parameters(), lr=1.0)
+    rates = OwnRates(optimizer, None, every=1)
+    optimizer.add_param_group({"params": list(model.other.parameters())})
+    with pytest.raises(BadInputError, match="optimizer=SGD: was given another parameter group"):
+        rates.apply()

@@ -30,7 +30,7 @@ def refused(tmp_path, methods, **more):
     return str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["training_step", "validation_step", "forward"])
+@pytest.mark.parametrize("name", ["training_step", "validation_step", "forward", "build_optimizer"])
 def test_what_another_trainer_would_call_ends_the_start(tmp_path, name):
     """Its writer counts on it."""
     message = refused(tmp_path, f"def {name}(self, *batch): pass")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ddp_runner.core.step_schedule import steps_of, warmup_of
+from ddp_runner.kernel.rules.errors import BadInputError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -175,6 +176,9 @@ class OwnRates:
         ]
 
     def _write(self, options: list[dict[str, Any]]) -> None:
+        if len(self._optimizer.param_groups) != len(options):
+            expected = "was given another parameter group in training: give it all of them at first"
+            raise BadInputError("optimizer", type(self._optimizer).__name__, expected)
         for group, own in zip(self._optimizer.param_groups, options, strict=True):
             for key, value in own.items():
                 if isinstance(value, torch.Tensor) and isinstance(group[key], torch.Tensor):

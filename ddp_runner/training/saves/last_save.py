@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import resource
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from ddp_runner.checkpoint.codec import stored_bytes
+from ddp_runner.checkpoint.codec import stored_bytes, tensor_bytes
 from ddp_runner.checkpoint.store import CheckpointStore, Saved
 from ddp_runner.core.settings import Settings
+from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.exits import StopReason
 from ddp_runner.kernel.rules.faults import Fault, FaultError, FaultKind
 from ddp_runner.kernel.step.runtime import Runtime
@@ -130,12 +133,28 @@ class CheckpointRoom:
 def checkpoint_bytes(state: TrainState) -> int:
     """About how large a file with ``state`` is, once a step has been made."""
     left_out = state.start.get("hashes", {}) if state.only_trained else {}
-    needed_bytes = stored_bytes(without(state.capture(), left_out))
+    needed_bytes = stored_bytes(_captured(state))
     if not state.optimizer.state:
         needed_bytes += bytes_to_come(state.optimizer)
     if state.ema is not None and not state.ema.started:
         needed_bytes += state.ema.bytes_to_come(but=left_out)
     return needed_bytes
+
+
+def _captured(state: TrainState) -> dict[str, Any]:
+    """Return what a checkpoint holds of ``state``."""
+    return without(state.capture(), state.start.get("hashes", {}) if state.only_trained else {})
+
+
+def refuse_small_files(state: TrainState) -> None:
+    """Raise BadInputError where the system allows no file as large as a checkpoint: none would ever be saved."""
+    limit_bytes, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if limit_bytes == resource.RLIM_INFINITY:
+        return
+    needed_bytes = tensor_bytes(_captured(state))  # alone, without what is only estimated
+    if limit_bytes < needed_bytes:
+        needed = f"a checkpoint takes more than {needed_bytes:,}"
+        raise BadInputError("ulimit -f", "", f"allows files of {limit_bytes:,} bytes; {needed}")
 
 
 def existing_folder(folder: Path) -> Path:

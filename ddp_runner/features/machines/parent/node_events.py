@@ -12,6 +12,7 @@ from ddp_runner.features.machines.parent.other_nodes import (
     NodeGone,
     NodeJoined,
     NodeNews,
+    NodeRefused,
     NodeSaid,
     RankSaid,
 )
@@ -123,6 +124,8 @@ class NodeEvents:
             case NodeGone(node=node, why=why):
                 agent.recorder.say(f"{node.name} is lost: {why}", level="WARNING")
                 agent.node_lost(node, why)
+            case NodeRefused(host=host, why=why):
+                agent.recorder.say(f"a machine was refused ({host}): {why}", level="WARNING")
             case NodeSaid(node=node, message=message) if node.ranks:
                 self._on_node_message(node, message)
 

@@ -48,6 +48,7 @@ from ddp_runner.features.machines.rules.node_messages import (
     Welcome,
 )
 from ddp_runner.kernel.rules.election import EMPTY_STEP
+from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.system.clock import Clock
 from ddp_runner.kernel.wire import packets as wire
 from ddp_runner.kernel.wire.events import OfFault, RunEnds
@@ -119,7 +120,15 @@ class NodeGone:
     why: str
 
 
-NodeEvent = RankSaid | NodeSaid | NodeJoined | NodeGone
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeRefused:
+    """A machine named ``host`` can have no part in the run; ``why`` in words."""
+
+    host: str
+    why: str
+
+
+NodeEvent = RankSaid | NodeSaid | NodeJoined | NodeGone | NodeRefused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -431,7 +440,7 @@ class OtherNodes:
         if node is None and message.node_rank is not None and not message.was_there:
             refused = refused or number_is_taken(message)
         if refused is not None or self._machines.quorum.ballot_for(message) is None:
-            self._turn_away(link, refused)
+            yield from self._turn_away(link, refused, host=message.host)
             return
         del self._strangers[link]
         left_out = node is not None and self._left_out(message, node)
@@ -448,10 +457,15 @@ class OtherNodes:
         else:
             yield self._take_in(node, link, message)
 
-    def _turn_away(self, link: NodeLink, refused: Refused | None) -> None:
+    def _turn_away(
+        self, link: NodeLink, refused: Refused | None, *, host: str
+    ) -> Iterator[NodeRefused]:
         """Hang up on a machine that has no place here now. ``refused``: why it never has one."""
         if refused is not None:
             link.send(wire.encode(refused))
+            if refused.name != "--node-rank":  # which may be tried again and again
+                why = str(BadInputError(refused.name, refused.value, refused.expected))
+                yield NodeRefused(host=host, why=why)
         self._drop(link)
 
     def _left_out(self, hello: Hello, node: RemoteNode) -> str:

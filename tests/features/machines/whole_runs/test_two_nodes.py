@@ -248,7 +248,7 @@ def test_ranks_of_a_node_that_is_cut_off_train_and_publish_nothing(nodes, one_ma
 
 
 def test_who_does_not_fit_is_refused_in_one_line(nodes):
-    """Wrong token, number of ranks, settings, run: exit 2, and the coordinator waits on for the right one."""
+    """Wrong token, number of ranks, settings, run: exit 2. The coordinator says so and waits for the right one."""
     nodes.ranks = 1
     first = nodes.start(0, SLOW)
     poll(lambda: _listens(first), what="the coordinator")
@@ -267,6 +267,7 @@ def test_who_does_not_fit_is_refused_in_one_line(nodes):
         assert refused.wait() == 2, refused.console
         assert line in refused.console, refused.console
         assert "Traceback" not in refused.console
+    assert f"a machine was refused ({socket.gethostname()}): -n=3: " in first.console
     unproved = nodes.start(1, SLOW, "--token-file", other)
     assert unproved.wait() == 2, unproved.console
     assert "is the token the same on all nodes?" in unproved.console
