@@ -29,7 +29,7 @@ from accelerate import DistributedType
 from accelerate.data_loader import DataLoaderShard, SeedableRandomSampler
 from accelerate.state import PartialState
 from accelerate.utils import send_to_device
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import BatchSampler, SequentialSampler
 
 import ddp_runner
@@ -449,8 +449,9 @@ class _InPlace(_Plain):
 
     def gather(self, tensor: Any) -> Any:
         """Gather over ranks in a step; between steps each rank has evaluated all samples."""
+        gather = super().gather
         with self._among_ranks("gather"):
-            return super().gather(tensor)
+            return self._received(tensor, lambda: gather(tensor))
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather over ranks in a step, without what was added to the last batch."""
@@ -459,8 +460,14 @@ class _InPlace(_Plain):
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Sum over ranks in a step; between steps each rank has evaluated all samples."""
+        reduce = super().reduce
         with self._among_ranks("reduce"):
-            return super().reduce(tensor, reduction, scale)
+            return self._received(tensor, lambda: reduce(tensor, reduction, scale))
+
+    def _received(self, given: Any, ask: Callable[[], Any]) -> Any:
+        """Return ``ask()``, of one tensor in a step as a drill gets it too."""
+        is_one = self._is_in_step and isinstance(given, Tensor)
+        return _run().from_ranks(ask) if is_one else ask()
 
     def pad_across_processes(self, tensor: Any, *args: Any, **named: Any) -> Any:
         """Pad to the longest of all ranks in a step."""

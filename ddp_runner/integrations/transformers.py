@@ -415,8 +415,7 @@ class _InPlace(_Base):  # type: ignore[misc]
         is_shared = self._is_in_step and self.args.average_tokens_across_devices
         if isinstance(found, Tensor) and is_shared:
             counted = found.double()
-            sum_over_ranks(counted)
-            found = counted.to(found.dtype)
+            found = _run().from_ranks(lambda: sum_over_ranks(counted)).to(found.dtype)
         return found
 
     def training_step(self, *args: Any, **named: Any) -> Any:

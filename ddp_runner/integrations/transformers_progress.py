@@ -28,10 +28,11 @@ _DURATIONS = ("_runtime", "_per_second", "_time")  # in log entries: each rank h
 LOSS, FLOS, _SECONDS, _PRESENT = range(4)  # what each rank has counted by itself
 
 
-def sum_over_ranks(tensor: Tensor) -> None:
-    """Sum a tensor over the ranks that are there."""
+def sum_over_ranks(tensor: Tensor) -> Tensor:
+    """Sum a tensor over the ranks that are there, and return it."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(tensor)
+    return tensor
 
 
 def begin_sum_over_ranks(tensor: Tensor) -> Any:

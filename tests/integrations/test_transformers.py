@@ -75,8 +75,8 @@ def of_torchrun(tmp_path_factory, worker_id):
     return of
 
 
-def run_script(folder, words, ranks=2, **how):
-    options = ("--preload", FRAMEWORK, "save_every_steps=9", *PATIENT)
+def run_script(folder, words, *settings, ranks=2, **how):
+    options = ("--preload", FRAMEWORK, "save_every_steps=9", *settings, *PATIENT)
     options += ("--max-restarts", "100")
     places = ("-n", str(ranks), "-l", folder / "logs", "-c", folder / "checkpoints")
     by_name = ["--in-place"] if "by_name" in words else []
@@ -152,6 +152,23 @@ def test_fine_tuning_is_stopped_resumed_and_ends_early(tmp_path, of_torchrun):
     assert run.summary()["exact"], run.summary()["inexact_reasons"]
 
 
+@pytest.mark.whole_run
+@pytest.mark.timeout(600)
+def test_a_script_that_is_unchanged_is_drilled_and_resumed(tmp_path):
+    """A drill gets the count of tokens of all ranks; what `run --in-place` imports first has the script's own words."""
+    plant(tmp_path, r0_s1_forward=WAIT, r1_s3_forward=KILL)
+    words, drills = "by_name evaluate", ("drill_at=3", "recovery.proof_share=0")
+    with run_script(tmp_path, words, *drills) as run:
+        poll((tmp_path / "it_waits").exists, what="a step")
+        run.signal(signal.SIGINT)
+        assert run.wait() == ExitCode.INTERRUPTED, run.console
+    with run_script(tmp_path, words, *drills) as run:
+        assert run.wait() == 0, run.console
+    summary = run.summary()
+    assert summary["exact"], summary["inexact_reasons"]
+    assert summary["exact_proof"]["repairs_proved"] == "1 of 1", run.console
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
@@ -205,7 +222,7 @@ def test_fifteen_kills_at_random_moments(tmp_path, of_torchrun, ranks):
             where = "forward"
         plant(tmp_path, **{f"r{rank}_s{step}_{where}": KILL})
         late = rank if where in ("update", "callback") else -1
-    with run_script(tmp_path, words, ranks) as run:
+    with run_script(tmp_path, words, ranks=ranks) as run:
         assert run.wait(timeout_s=1500) == 0, run.console
     assert not [*tmp_path.glob("harm_*")]
     if ranks == 2:
@@ -213,7 +230,7 @@ def test_fifteen_kills_at_random_moments(tmp_path, of_torchrun, ranks):
     else:  # a mean of three gradients is rounded in another order than DDP's own
         plain = tmp_path / "plain"
         plain.mkdir()
-        with run_script(plain, words, ranks) as undisturbed:
+        with run_script(plain, words, ranks=ranks) as undisturbed:
             assert undisturbed.wait() == 0, undisturbed.console
     assert_as_torchrun(tmp_path, plain, ranks)
     summary = run.summary()
