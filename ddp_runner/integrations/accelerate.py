@@ -184,13 +184,13 @@ class _InPlace(_Plain):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what changes between steps, alike on all ranks."""
-        between = {"saved": self._saved, "iteration": self.save_iteration}
+        between = {"saved": self._saved, "iteration": self.save_iteration, "stops": self._stops}
         return {"between": json.dumps(between)}
 
     def load_state_dict(self, given: dict[str, Any]) -> None:
         """Take a state back: of this process where a step is made again, or of another rank."""
         between = json.loads(given["between"])
-        self._saved = between["saved"]
+        self._saved, self._stops = between["saved"], between.get("stops", False)
         self.project_configuration.iteration = between["iteration"]
 
     # Before the first step.
