@@ -590,7 +590,7 @@ class Steps:
             one.dirpath = folder
         for logger, version in zip(self._trainer.loggers, self._where["versions"], strict=True):
             if getattr(logger, "_version", version) != version:
-                if self._run.is_first:
+                if self._run.is_first and logger.log_dir is not None:  # as fast_dev_run has none
                     remove_begun(Path(logger.log_dir), logger._experiment)  # noqa: SLF001
                 logger._version = version  # noqa: SLF001
                 logger._experiment = None  # noqa: SLF001
