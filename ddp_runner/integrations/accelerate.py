@@ -44,6 +44,7 @@ from ddp_runner.integrations.framework_run import (
     LOCAL_RANK,
     RUN,
     Draws,
+    batch_size_of,
     loss_scaler,
     refuse,
     show_one_process,
@@ -98,6 +99,7 @@ class _StepBatches:
 
     def __init__(self, loader: Any, accumulate: int) -> None:
         self.dataset = loader.dataset
+        self.batch_size = batch_size_of(loader) * accumulate
         self._loader = loader
         self._accumulate = accumulate
         self._epoch = 0

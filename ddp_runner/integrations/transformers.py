@@ -30,6 +30,7 @@ import ddp_runner
 from ddp_runner.integrations.framework_run import (
     RUN,
     Draws,
+    batch_size_of,
     loss_scaler,
     refuse,
     show_one_process,
@@ -105,6 +106,7 @@ class _StepBatches:
         self, loader: Any, accumulate: int, *, seed: int, first: Callable[[], int]
     ) -> None:
         self.dataset = loader.dataset
+        self.batch_size = batch_size_of(loader) * accumulate
         self._loader = loader
         self._accumulate = accumulate
         self._seed = seed

@@ -24,6 +24,8 @@ from ddp_runner.kernel.values.nested import PLAIN, tensors_in
 from ddp_runner.values.object_graph import attributes_of
 
 _OF_PROCESS = ("is_local_process_zero", "is_world_process_zero", "stateful_callbacks")
+# Of this launch's arguments, which may be others: a run that is made longer has another last step.
+_OF_LAUNCH = ("max_steps", "num_train_epochs", "logging_steps", "eval_steps", "save_steps")
 _PLAIN = (type(None), bool, int, float, str, Tensor)
 _DURATIONS = ("_runtime", "_per_second", "_time")  # in log entries: each rank has measured its own
 LOSS, FLOS, _SECONDS, _PRESENT = range(4)  # what each rank has counted by itself
@@ -237,7 +239,9 @@ class Progress:
             "total": trainer._total_loss_scalar,  # noqa: SLF001 - as above
             "logged": trainer._globalstep_last_logged,  # noqa: SLF001 - as above
             "initial": trainer._initial_global_step,  # noqa: SLF001 - as above
-            "stops": trainer.control.should_training_stop,
+            # At its last step it stops by itself: the run may be made longer.
+            "stops": trainer.control.should_training_stop
+            and trainer.state.global_step < trainer.state.max_steps,
             "callbacks": self._states(),
             "saved": self.saved,
         }
@@ -258,7 +262,8 @@ class Progress:
             return
         history = json.loads(self._histories)
         self._history = [_as_json(one) for one in history]
-        vars(trainer.state).update(found["state"], log_history=history)
+        state = {k: v for k, v in found["state"].items() if k not in _OF_LAUNCH}
+        vars(trainer.state).update(state, log_history=history)
         trainer.control.should_training_stop = found["stops"]
         callbacks = trainer.callback_handler.callbacks
         for callback, state in zip(self._callbacks(), found["callbacks"], strict=False):

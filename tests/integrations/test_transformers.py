@@ -390,6 +390,9 @@ def test_the_run_logs_the_loss_of_the_whole_step(alone, monkeypatch):
     logged = [one.values["loss"] for one in reported if isinstance(one, Metrics)]
     expected = [one["loss"] for one in trainer.state.log_history if "loss" in one]
     assert len(logged) == 6
+    assert (
+        alone._parts.workload.recipe["samples in a step"] == 6
+    )  # a resume with others is not exact
     assert logged == pytest.approx(expected, rel=1e-4)
 
 
@@ -627,13 +630,16 @@ def test_a_replaced_rank_gets_its_own_counts_and_what_steps_have_changed():
     kept.counted[:, 0] = torch.tensor([0.25, 0.75])
     kept.saved.append(2)
     kept.first = 3
+    source.state.max_steps, source.control.should_training_stop = 4, True  # a run at its end
     kept.take_between()
     kept.look()
     replaced, progress = _progress(rank=1)
+    replaced.state.max_steps = 9  # of a launch that makes it longer
     progress.load_state_dict(kept.state_dict())
     progress.put_between()
     progress.put_counted()
     assert (replaced.seen, replaced.rank) == (5, 1)
+    assert (replaced.state.max_steps, replaced.control.should_training_stop) == (9, False)
     assert replaced._tr_loss == 0.75
     assert replaced.state.log_history == [{"loss": 2.0}, {"eval_loss": 3.0}]
     assert (replaced._total_loss_scalar, replaced._globalstep_last_logged) == (1.5, 4)
