@@ -29,7 +29,7 @@ from accelerate import DistributedType
 from accelerate.data_loader import DataLoaderShard, SeedableRandomSampler
 from accelerate.state import PartialState
 from accelerate.utils import send_to_device
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import BatchSampler, SequentialSampler
 
 import ddp_runner
@@ -44,6 +44,7 @@ from ddp_runner.integrations.framework_run import (
     LOCAL_RANK,
     RUN,
     Draws,
+    batch_size_of,
     loss_scaler,
     refuse,
     show_one_process,
@@ -98,6 +99,7 @@ class _StepBatches:
 
     def __init__(self, loader: Any, accumulate: int) -> None:
         self.dataset = loader.dataset
+        self.batch_size = batch_size_of(loader) * accumulate
         self._loader = loader
         self._accumulate = accumulate
         self._epoch = 0
@@ -184,13 +186,13 @@ class _InPlace(_Plain):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what changes between steps, alike on all ranks."""
-        between = {"saved": self._saved, "iteration": self.save_iteration}
+        between = {"saved": self._saved, "iteration": self.save_iteration, "stops": self._stops}
         return {"between": json.dumps(between)}
 
     def load_state_dict(self, given: dict[str, Any]) -> None:
         """Take a state back: of this process where a step is made again, or of another rank."""
         between = json.loads(given["between"])
-        self._saved = between["saved"]
+        self._saved, self._stops = between["saved"], between.get("stops", False)
         self.project_configuration.iteration = between["iteration"]
 
     # Before the first step.
@@ -449,8 +451,9 @@ class _InPlace(_Plain):
 
     def gather(self, tensor: Any) -> Any:
         """Gather over ranks in a step; between steps each rank has evaluated all samples."""
+        gather = super().gather
         with self._among_ranks("gather"):
-            return super().gather(tensor)
+            return self._received(tensor, lambda: gather(tensor))
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather over ranks in a step, without what was added to the last batch."""
@@ -459,8 +462,14 @@ class _InPlace(_Plain):
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Sum over ranks in a step; between steps each rank has evaluated all samples."""
+        reduce = super().reduce
         with self._among_ranks("reduce"):
-            return super().reduce(tensor, reduction, scale)
+            return self._received(tensor, lambda: reduce(tensor, reduction, scale))
+
+    def _received(self, given: Any, ask: Callable[[], Any]) -> Any:
+        """Return ``ask()``, of one tensor in a step as a drill gets it too."""
+        is_one = self._is_in_step and isinstance(given, Tensor)
+        return _run().from_ranks(ask) if is_one else ask()
 
     def pad_across_processes(self, tensor: Any, *args: Any, **named: Any) -> Any:
         """Pad to the longest of all ranks in a step."""

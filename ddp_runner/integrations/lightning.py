@@ -180,14 +180,17 @@ class _InPlace(DDPStrategy):  # type: ignore[misc]
 
     def reduce(self, tensor: Any, *args: Any, **named: Any) -> Any:
         """Reduce over ranks within a step only."""
-        return super().reduce(tensor, *args, **named) if self._is_in_body else tensor
+        if not self._is_in_body or not isinstance(tensor, Tensor):
+            return tensor
+        reduce = super().reduce
+        return _run().from_ranks(lambda: reduce(tensor, *args, **named))
 
     def all_gather(self, tensor: Tensor, *args: Any, **named: Any) -> Tensor:
         """Gather within a step; between two this rank's value alone."""
-        found: Tensor = tensor
-        if self._is_in_body:
-            found = super().all_gather(tensor, *args, **named)
-        return found
+        if not self._is_in_body:
+            return tensor
+        gather = super().all_gather
+        return _run().from_ranks(lambda: gather(tensor, *args, **named))
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002 - Lightning's name
         """Decide with all ranks within a step; between two they decide alike."""

@@ -27,7 +27,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 import ddp_runner
-from ddp_runner.integrations.framework_run import Draws, loss_scaler, refuse
+from ddp_runner.integrations.framework_run import Draws, batch_size_of, loss_scaler, refuse
 from ddp_runner.integrations.lightning_limits import why_not_loader
 from ddp_runner.integrations.lightning_logged import CELLS, Logged
 from ddp_runner.integrations.lightning_logged import USED as USED_FOR_LOGS
@@ -108,6 +108,7 @@ class _StepBatches:
         self._count = count
         self._accumulate = accumulate
         loader = combined.flattened[0]
+        self.batch_size = batch_size_of(loader) * accumulate
         # The run looks at these, to begin each pass from known states.
         self.dataset = getattr(loader, "dataset", None)
         self.generator = getattr(loader, "generator", None)
@@ -590,7 +591,7 @@ class Steps:
             one.dirpath = folder
         for logger, version in zip(self._trainer.loggers, self._where["versions"], strict=True):
             if getattr(logger, "_version", version) != version:
-                if self._run.is_first:
+                if self._run.is_first and logger.log_dir is not None:  # as fast_dev_run has none
                     remove_begun(Path(logger.log_dir), logger._experiment)  # noqa: SLF001
                 logger._version = version  # noqa: SLF001
                 logger._experiment = None  # noqa: SLF001

@@ -30,6 +30,7 @@ import ddp_runner
 from ddp_runner.integrations.framework_run import (
     RUN,
     Draws,
+    batch_size_of,
     loss_scaler,
     refuse,
     show_one_process,
@@ -53,8 +54,6 @@ if TYPE_CHECKING:
 else:
     _Base = object
 
-# Called before the update, so perhaps several times for one step.
-_BEFORE_UPDATE = ("on_step_begin", "on_substep_end", "on_pre_optimizer_step")
 # What the loop of Trainer is entered by. They are Trainer's own, and may be others in its next version.
 _ENTERED_BY = (
     "_get_grad_norm",
@@ -107,6 +106,7 @@ class _StepBatches:
         self, loader: Any, accumulate: int, *, seed: int, first: Callable[[], int]
     ) -> None:
         self.dataset = loader.dataset
+        self.batch_size = batch_size_of(loader) * accumulate
         self._loader = loader
         self._accumulate = accumulate
         self._seed = seed
@@ -189,7 +189,6 @@ class _InPlace(_Base):  # type: ignore[misc]
         self._given: Iterator[list[Any]] | None = None
         self._is_in_step = False
         self._is_first_entry = True
-        self._called = self._notified = 0  # callbacks, in this body of the step and in all of them
         self._sharing = contextlib.ExitStack()  # while the loader is made
         if args.device != run.device:  # the first GPU, for all ranks
             args.__dict__["_setup_devices"] = args.distributed_state.device = run.device
@@ -223,7 +222,7 @@ class _InPlace(_Base):  # type: ignore[misc]
         refuse(why_not(self, searches=trial is not None, resumes=bool(resume_from_checkpoint)))
         self._resumed = resume_from_checkpoint or None
         handler = self.callback_handler
-        handler.call_event = self._notified_once(handler.call_event)
+        handler.call_event = self._noticed(handler.call_event)
         self._sharing.enter_context(self._shared_out(_run().world_size))
         return super().train(None, trial, ignore_keys_for_eval)
 
@@ -338,6 +337,7 @@ class _InPlace(_Base):  # type: ignore[misc]
             assert self._given is not None, "the run has begun"
             if hasattr(self, "_tr_loss"):
                 self._progress.take_between()
+            self._progress.look()
             self._batches = next(self._given, None)
             is_left = self._batches is not None and not begins
             self._draws = Draws(run.device) if is_left else None
@@ -350,6 +350,7 @@ class _InPlace(_Base):  # type: ignore[misc]
         """Trainer's loop begins: it has set its counts to zero, and this rank may be a replaced one."""
         self._is_first_entry = False
         self._progress.put_between()
+        self._progress.enter()
         self._progress.put_counted()
         step = self.state.global_step
         if self.args.should_save and step in self._progress.saved[-1:] and not self._is_saved(step):
@@ -407,7 +408,7 @@ class _InPlace(_Base):  # type: ignore[misc]
             self._draws.put_back()
         self._batches = self._draws = None
         _run().begin_step()
-        self._is_in_step, self._called = True, 0
+        self._is_in_step = True
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
         """Count over all ranks, where Trainer does; each evaluates by itself."""
@@ -415,8 +416,7 @@ class _InPlace(_Base):  # type: ignore[misc]
         is_shared = self._is_in_step and self.args.average_tokens_across_devices
         if isinstance(found, Tensor) and is_shared:
             counted = found.double()
-            sum_over_ranks(counted)
-            found = counted.to(found.dtype)
+            found = _run().from_ranks(lambda: sum_over_ranks(counted)).to(found.dtype)
         return found
 
     def training_step(self, *args: Any, **named: Any) -> Any:
@@ -450,7 +450,6 @@ class _InPlace(_Base):  # type: ignore[misc]
         if self._is_in_step:
             self._is_in_step = False
             _run().end_step()
-            self._notified = 0
         logged = self._globalstep_last_logged
         losses = self._progress.losses() if self.control.should_log else tr_loss
         super()._maybe_log_save_evaluate(losses, *args, **named)
@@ -458,18 +457,13 @@ class _InPlace(_Base):  # type: ignore[misc]
             tr_loss.zero_()
             self._progress.forget(LOSS)
 
-    def _notified_once(self, call_event: Callable[..., Any]) -> Callable[..., Any]:
-        """``call_event`` of the callbacks, which leaves out what they were notified of a step that is made again."""
+    def _noticed(self, call_event: Callable[..., Any]) -> Callable[..., Any]:
+        """``call_event`` of the callbacks, with a look at their attributes once ``on_train_begin`` is over."""
 
-        def call(event: str, args: Any, state: Any, control: Any, **named: Any) -> Any:
-            if not self._is_in_step or event not in _BEFORE_UPDATE:
-                return call_event(event, args, state, control, **named)
-            self._called += 1
-            if self._called <= self._notified:
-                return control
-            found = call_event(event, args, state, control, **named)
-            self._notified = self._called
-            return found
+        def call(event: str, *args: Any, **named: Any) -> Any:
+            if event == "on_epoch_begin" and self._is_first_entry:
+                self._progress.train_begins()
+            return call_event(event, *args, **named)
 
         return call
 

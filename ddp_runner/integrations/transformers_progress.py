@@ -19,19 +19,23 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from transformers.trainer_callback import ExportableState
 
-from ddp_runner.integrations.framework_run import named_by_kind
+from ddp_runner.integrations.framework_run import named_by_kind, refuse
+from ddp_runner.kernel.values.nested import PLAIN, tensors_in
 from ddp_runner.values.object_graph import attributes_of
 
 _OF_PROCESS = ("is_local_process_zero", "is_world_process_zero", "stateful_callbacks")
+# Of this launch's arguments, which may be others: a run that is made longer has another last step.
+_OF_LAUNCH = ("max_steps", "num_train_epochs", "logging_steps", "eval_steps", "save_steps")
 _PLAIN = (type(None), bool, int, float, str, Tensor)
 _DURATIONS = ("_runtime", "_per_second", "_time")  # in log entries: each rank has measured its own
 LOSS, FLOS, _SECONDS, _PRESENT = range(4)  # what each rank has counted by itself
 
 
-def sum_over_ranks(tensor: Tensor) -> None:
-    """Sum a tensor over the ranks that are there."""
+def sum_over_ranks(tensor: Tensor) -> Tensor:
+    """Sum a tensor over the ranks that are there, and return it."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(tensor)
+    return tensor
 
 
 def begin_sum_over_ranks(tensor: Tensor) -> Any:
@@ -69,9 +73,16 @@ class Progress:
         )  # the step of Trainer's checkpoint that the run has begun with
         self.classes = classes
         self.not_own = frozenset(name for one in classes for name in _names_of(one))
-        # Of the attributes of a subclass, those that steps change: another rank's are not all for this one.
-        self._at_first = copy.deepcopy(self._own())
+        self.holders = named_by_kind(filter(_is_users, trainer.callback_handler.callbacks))
+        self._weights = {one.untyped_storage().data_ptr() for one in trainer.model.parameters()}
+        # Of the plain attributes, those that steps change: another rank's are not all for this one.
+        self._at_first = copy.deepcopy(self._plain())
         self._changed: set[str] = set()
+        self._received: dict[str, Any] = {}  # by this process with its first state
+        self._entered: dict[
+            str, Any
+        ] = {}  # of the first step of this process, after on_train_begin
+        self._entered_at = -1
         self._summed: tuple[Tensor, Any] | None = None  # a sum that has begun
         self.is_new = True  # this process has no state yet
         self.saved: list[int] = []  # the steps of which Trainer has saved a checkpoint
@@ -89,7 +100,7 @@ class Progress:
             "between": self._between,
             "history": self._histories,
             "first": self.first,
-            "own": self._own(),
+            "own": {k: v for k, v in self._plain().items() if k in self._changed},
         }
 
     def load_state_dict(self, given: dict[str, Any]) -> None:
@@ -102,24 +113,72 @@ class Progress:
         self._between, self._histories = given["between"], given["history"]
         self.first = int(given["first"])
         own = given["own"]
-        if self.is_new and (found := json.loads(self._between)):
-            own = {name: own[name] for name in found["changed"]}
-        elif not self.is_new:
-            for name in self._own().keys() - own.keys():  # of a step that is made again
-                delattr(trainer, name)
-        vars(trainer).update(own)
+        if int(given["step"]) == self._entered_at:
+            own = {**own, **copy.deepcopy(self._entered)}
+        self._changed = {*own}
+        if self.is_new:
+            self._received = copy.deepcopy(own)
+        else:
+            for name in self._newly_changed():  # by a step that is made again
+                self._put_back(name)
+        for name, value in own.items():
+            self._put(name, value)
         self.put_counted()
 
-    def _own(self) -> dict[str, Any]:
-        """The attributes that a subclass of Trainer has added, where they are plain: its ``compute_loss`` may count."""
-        found = vars(self._trainer)
-        own = {name: found[name] for name in sorted(found.keys() - self.not_own)}
-        return {name: value for name, value in own.items() if _is_plain(value)}
+    def train_begins(self) -> None:
+        """The callbacks' ``on_train_begin`` has set attributes. Numbers are no change: a clock is each rank's own."""
+        found = self._newly_changed().items()
+        self._at_first |= copy.deepcopy(
+            {k: v for k, v in found if not any(True for _ in tensors_in(v, PLAIN))}
+        )
 
-    def _changed_names(self) -> list[str]:
-        own, first = self._own(), self._at_first
-        self._changed |= {k for k, v in own.items() if k not in first or not _is_same(v, first[k])}
-        return sorted(self._changed & own.keys())
+    def enter(self) -> None:
+        """The loop is entered, after ``on_epoch_begin``. In a replaced rank both have set attributes once more."""
+        for name, value in self._received.items():
+            self._put(name, value)
+        self.look()
+        own = {k: v for k, v in self._plain().items() if k in self._changed}
+        self._entered, self._received = copy.deepcopy(own), {}
+        self._entered_at = self._trainer.state.global_step
+
+    def look(self) -> None:
+        """A step comes next: take note of the plain attributes that have changed, alike on all ranks."""
+        self._changed |= self._newly_changed().keys()
+
+    def _plain(self) -> dict[str, Any]:
+        """The plain attributes that a subclass of Trainer has added, and those of the user's callbacks without ``state()``."""
+        found = {k: v for k, v in vars(self._trainer).items() if k not in self.not_own}
+        for holder, one in self.holders.items():
+            found |= {f"{holder}.{name}": value for name, value in vars(one).items()}
+        return {
+            k: found[k] for k in sorted(found) if is_plain(found[k]) and self._is_apart(found[k])
+        }
+
+    def _is_apart(self, value: Any) -> bool:
+        """False for a view of the model's weights, which have a state of their own."""
+        tensors = tensors_in(value, PLAIN)
+        return all(one.untyped_storage().data_ptr() not in self._weights for one in tensors)
+
+    def _newly_changed(self) -> dict[str, Any]:
+        first = self._at_first
+        others = {k: v for k, v in self._plain().items() if k not in self._changed}
+        return {k: v for k, v in others.items() if k not in first or not _is_same(v, first[k])}
+
+    def _put(self, name: str, value: Any) -> None:
+        owner, attribute = self._owner(name)
+        if owner is not None:
+            setattr(owner, attribute, value)
+
+    def _put_back(self, name: str) -> None:
+        if name in self._at_first:
+            self._put(name, copy.deepcopy(self._at_first[name]))
+        else:
+            delattr(*self._owner(name))
+
+    def _owner(self, name: str) -> tuple[Any, str]:
+        """Return an attribute's object and name; None for one of a callback that the script had before."""
+        holder, _, attribute = name.rpartition(".")
+        return self.holders.get(holder) if holder else self._trainer, attribute
 
     def put_counted(self) -> None:
         """Have this rank's own counts be those that are known of it."""
@@ -180,12 +239,21 @@ class Progress:
             "total": trainer._total_loss_scalar,  # noqa: SLF001 - as above
             "logged": trainer._globalstep_last_logged,  # noqa: SLF001 - as above
             "initial": trainer._initial_global_step,  # noqa: SLF001 - as above
-            "stops": trainer.control.should_training_stop,
-            "callbacks": [one.state() for one in self._callbacks()],
+            # At its last step it stops by itself: the run may be made longer.
+            "stops": trainer.control.should_training_stop
+            and trainer.state.global_step < trainer.state.max_steps,
+            "callbacks": self._states(),
             "saved": self.saved,
-            "changed": self._changed_names(),
         }
         self._between = _as_json(found)
+
+    def _states(self) -> list[Any]:
+        found = [one.state() for one in self._callbacks()]
+        for callback, state in zip(self._callbacks(), found, strict=True):
+            if any(one.numel() != 1 for one in tensors_in(state, PLAIN)):
+                expected = "gives a tensor, which Trainer cannot save: without state() plain attributes are kept"
+                refuse((f"{type(callback).__name__}.state()", "", expected))
+        return found
 
     def put_between(self) -> None:
         """Have Trainer stand where the held boundary stands; its callbacks as its own resume has them."""
@@ -194,12 +262,13 @@ class Progress:
             return
         history = json.loads(self._histories)
         self._history = [_as_json(one) for one in history]
-        vars(trainer.state).update(found["state"], log_history=history)
+        state = {k: v for k, v in found["state"].items() if k not in _OF_LAUNCH}
+        vars(trainer.state).update(state, log_history=history)
         trainer.control.should_training_stop = found["stops"]
         callbacks = trainer.callback_handler.callbacks
         for callback, state in zip(self._callbacks(), found["callbacks"], strict=False):
             callbacks[callbacks.index(callback)] = type(callback).from_state(state)
-        self.saved, self._changed = found["saved"], set(found["changed"])
+        self.saved = found["saved"]
         trainer._total_loss_scalar = found["total"]  # noqa: SLF001 - as above
         trainer._globalstep_last_logged = found["logged"]  # noqa: SLF001 - as above
         trainer._initial_global_step = found["initial"]  # noqa: SLF001 - as above
@@ -212,7 +281,7 @@ class Progress:
 class Others:
     """Finds what steps may change and no state has: in a replaced rank it starts over.
 
-    The attributes of the user's callbacks without ``state()``, and those of the user's Trainer that are not plain.
+    The attributes that are not plain, of the user's Trainer and of the user's callbacks without ``state()``.
     What the classes of an installed package hold is theirs.
     """
 
@@ -222,11 +291,7 @@ class Others:
         named = (_names_of(one) for one in kinds if _is_installed(one))
         self._not_own = progress.not_own.union(*named)
         callbacks = trainer.callback_handler.callbacks
-        self._holders = named_by_kind(
-            one
-            for one in callbacks
-            if not isinstance(one, ExportableState) and not _is_installed(type(one))
-        )
+        self._holders = progress.holders
         kept = (trainer, trainer.optimizer, trainer.lr_scheduler, *trainer.model.modules())
         self._known = {id(one) for one in (*kept, *callbacks)}
 
@@ -234,9 +299,10 @@ class Others:
         """Return them by name, as they are now."""
         name, own = type(self._trainer).__name__, vars(self._trainer)
         names = own.keys() - self._not_own
-        found = {f"{name}.{key}": own[key] for key in sorted(names) if not _is_plain(own[key])}
+        found = {f"{name}.{key}": own[key] for key in sorted(names) if not is_plain(own[key])}
         for name, holder in self._holders.items():
-            found |= {f"{name}.{key}": one for key, one in attributes_of(holder).items()}
+            held, plain = attributes_of(holder), {k for k, v in vars(holder).items() if is_plain(v)}
+            found |= {f"{name}.{key}": held[key] for key in held.keys() - plain}
         return found
 
     def is_apart(self, value: Any) -> bool:
@@ -245,6 +311,10 @@ class Others:
             return True
         kinds = [] if isinstance(value, dict) else type(value).__mro__
         return any(one.__module__.startswith(("transformers.", "accelerate.")) for one in kinds)
+
+
+def _is_users(callback: Any) -> bool:
+    return not isinstance(callback, ExportableState) and not _is_installed(type(callback))
 
 
 def _is_installed(kind: type[Any]) -> bool:
@@ -277,11 +347,12 @@ def _last_line(code: CodeType) -> int:
     return max([line or 0 for _, _, line in code.co_lines()] + inner)
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
+    """Return True for numbers, texts, tensors, and lists, tuples and dicts of them."""
     if type(value) in (list, tuple):
-        return all(_is_plain(one) for one in value)
+        return all(is_plain(one) for one in value)
     if type(value) is dict:
-        return all(type(key) is str and _is_plain(one) for key, one in value.items())
+        return all(type(key) is str and is_plain(one) for key, one in value.items())
     return type(value) in _PLAIN
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import sys
 from functools import partial
-from importlib import import_module
-from pathlib import Path
 
 from ddp_runner import installed
 from ddp_runner.kernel.rank import process
@@ -14,9 +12,7 @@ from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.wire.fork_specs import RankSpec
 from ddp_runner.kernel.wire.messages import Fork
 from ddp_runner.rank import attach, trained
-from ddp_runner.rank.main_program import run_as_main
-
-_IN_PLACE = "ddp_runner.integrations.transformers"  # no rank of another kind needs the library
+from ddp_runner.rank.main_program import run_attached
 
 
 def ahead(modules: str) -> Ahead:
@@ -38,9 +34,6 @@ def run(request: Fork, descriptors: list[int]) -> int:
     assert isinstance(request.spec, RankSpec)
     program = request.spec.program
     assert program is not None
-    source = Path(program.source).read_bytes() if program.source else None
-    if program.in_place:
-        import_module(_IN_PLACE).take_name()
 
     def failed(error: BaseException) -> None:
         if not attach.has_ended():
@@ -56,13 +49,7 @@ def run(request: Fork, descriptors: list[int]) -> int:
             process.report_end(runtime, BadInputError(where, "", expected))
 
     try:
-        code = run_as_main(
-            program.path,
-            program.module,
-            list(program.arguments),
-            source=source,
-            on_error=failed,
-        )
+        code = run_attached(program, on_error=failed)
     except SystemExit as error:
         if not error.code:
             ended()

@@ -13,12 +13,32 @@ import signal
 import sys
 import types
 from collections.abc import Callable
+from importlib import import_module
 from importlib.machinery import FrozenImporter, PathFinder, SourceFileLoader
+from pathlib import Path
 
+from ddp_runner.kernel.wire.fork_specs import Program
 from ddp_runner.start import IMPORTED_BY_PYTHON
+
+_IN_PLACE = "ddp_runner.integrations.transformers"  # no rank of another kind needs the library
 
 # Those that no file can take the place of.
 _KEPT = {"__main__", "ddp_runner", *sys.builtin_module_names, *IMPORTED_BY_PYTHON}
+
+
+def run_attached(program: Program, *, on_error: Callable[[BaseException], None]) -> int:
+    """Run a program that attaches, in a rank and in a drill, as ``run_as_main`` does."""
+    source = Path(program.source).read_bytes() if program.source else None
+    if program.in_place:
+        sys.argv[1:] = program.arguments  # it attaches before the program begins
+        import_module(_IN_PLACE).take_name()
+    return run_as_main(
+        program.path,
+        program.module,
+        list(program.arguments),
+        source=source,
+        on_error=on_error,
+    )
 
 
 def run_as_main(

@@ -273,6 +273,21 @@ def test_an_early_stop_ends_the_run_behind_the_epoch(alone):
     assert alone.has_ended
 
 
+def test_a_rank_replaced_behind_an_early_stop_ends_too(alone):
+    """It was lost in the evaluation that has decided the stop: the others end, and it begins no epoch."""
+
+    def epochs(accelerator):
+        for epoch in accelerator.epochs(5):
+            yield epoch
+            accelerator.stop()
+            stopped = accelerator.state_dict()
+            accelerator._stops = False
+            accelerator.load_state_dict(stopped)
+
+    assert trained(ours._InPlace, epochs=epochs)[1] == 4
+    assert alone.has_ended
+
+
 def test_max_steps_ends_the_loop_over_the_loader(alone):
     assert trained(ours._InPlace, epochs=lambda one: one.epochs(5, max_steps=6))[1] == 6
 

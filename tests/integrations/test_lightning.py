@@ -406,11 +406,10 @@ def fitted(module, *, accumulated=4, **how):
         max_epochs=2,
         accumulate_grad_batches=accumulated,
         use_distributed_sampler=False,  # which shuffles
-        logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **how,
+        **{"logger": False, **how},
     )
     loader = torch.utils.data.DataLoader(data, batch_size=2)
     trainer.fit(module, loader, loader)
@@ -428,6 +427,12 @@ def test_the_repeated_first_body_is_counted_and_logged_once(alone):
     logged = {name: float(one) for name, one in found.callback_metrics.items()}
     assert logged == {name: float(one) for name, one in expected.callback_metrics.items()}
     assert alone.step_number == 6
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning's advice
+def test_a_fast_dev_run_has_no_log_folder(alone):
+    fitted(_Line(), accumulated=1, strategy=ours._InPlace(), logger=True, fast_dev_run=1)
+    assert alone.step_number == 1
 
 
 @pytest.mark.filterwarnings("ignore")  # as above

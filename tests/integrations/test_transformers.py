@@ -75,8 +75,8 @@ def of_torchrun(tmp_path_factory, worker_id):
     return of
 
 
-def run_script(folder, words, ranks=2, **how):
-    options = ("--preload", FRAMEWORK, "save_every_steps=9", *PATIENT)
+def run_script(folder, words, *settings, ranks=2, **how):
+    options = ("--preload", FRAMEWORK, "save_every_steps=9", *settings, *PATIENT)
     options += ("--max-restarts", "100")
     places = ("-n", str(ranks), "-l", folder / "logs", "-c", folder / "checkpoints")
     by_name = ["--in-place"] if "by_name" in words else []
@@ -152,6 +152,27 @@ def test_fine_tuning_is_stopped_resumed_and_ends_early(tmp_path, of_torchrun):
     assert run.summary()["exact"], run.summary()["inexact_reasons"]
 
 
+@pytest.mark.whole_run
+@pytest.mark.timeout(600)
+def test_a_script_that_is_unchanged_is_drilled_and_resumed(tmp_path, of_torchrun):
+    """A drill gets the count of tokens of all ranks; what `run --in-place` imports first has the script's own words.
+
+    A callback averages the weights.
+    """
+    plant(tmp_path, r0_s1_forward=WAIT, r1_s3_forward=KILL)
+    words, drills = "by_name evaluate average", ("drill_at=3", "recovery.proof_share=0")
+    with run_script(tmp_path, words, *drills) as run:
+        poll((tmp_path / "it_waits").exists, what="a step")
+        run.signal(signal.SIGINT)
+        assert run.wait() == ExitCode.INTERRUPTED, run.console
+    with run_script(tmp_path, words, *drills) as run:
+        assert run.wait() == 0, run.console
+    summary = run.summary()
+    assert summary["exact"], summary["inexact_reasons"]
+    assert summary["exact_proof"]["repairs_proved"] == "1 of 1", run.console
+    assert_as_torchrun(tmp_path, of_torchrun(words))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
@@ -205,7 +226,7 @@ def test_fifteen_kills_at_random_moments(tmp_path, of_torchrun, ranks):
             where = "forward"
         plant(tmp_path, **{f"r{rank}_s{step}_{where}": KILL})
         late = rank if where in ("update", "callback") else -1
-    with run_script(tmp_path, words, ranks) as run:
+    with run_script(tmp_path, words, ranks=ranks) as run:
         assert run.wait(timeout_s=1500) == 0, run.console
     assert not [*tmp_path.glob("harm_*")]
     if ranks == 2:
@@ -213,7 +234,7 @@ def test_fifteen_kills_at_random_moments(tmp_path, of_torchrun, ranks):
     else:  # a mean of three gradients is rounded in another order than DDP's own
         plain = tmp_path / "plain"
         plain.mkdir()
-        with run_script(plain, words, ranks) as undisturbed:
+        with run_script(plain, words, ranks=ranks) as undisturbed:
             assert undisturbed.wait() == 0, undisturbed.console
     assert_as_torchrun(tmp_path, plain, ranks)
     summary = run.summary()
@@ -339,7 +360,7 @@ def test_the_repeated_first_body_is_reported_and_counted_once(alone, options):
     assert events.events == plain_events.events
     assert trainer.seen == plain.seen
     assert_same_training(trainer, plain)
-    assert trainer._progress._changed == {"seen"}
+    assert trainer._progress._changed == {"seen", "_Events.events"}
 
 
 @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
@@ -369,7 +390,33 @@ def test_the_run_logs_the_loss_of_the_whole_step(alone, monkeypatch):
     logged = [one.values["loss"] for one in reported if isinstance(one, Metrics)]
     expected = [one["loss"] for one in trainer.state.log_history if "loss" in one]
     assert len(logged) == 6
+    assert (
+        alone._parts.workload.recipe["samples in a step"] == 6
+    )  # a resume with others is not exact
     assert logged == pytest.approx(expected, rel=1e-4)
+
+
+class _Rates(transformers.TrainerCallback):
+    """Sets the rate of each step, by what it has counted itself."""
+
+    def __init__(self):
+        self.steps = 0
+
+    def on_step_begin(self, args, state, control, optimizer, **named):
+        self.steps += 1
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-3 * 1.5**self.steps
+
+
+def test_a_callback_sets_the_rate_of_a_repeated_body_too(alone):
+    trainers = [
+        made(kind, _Rates(), lr_scheduler_type="constant")
+        for kind in (transformers.Trainer, ours.in_place(transformers.Trainer))
+    ]
+    for trainer in trainers:
+        trainer.train()
+    assert_same_training(trainers[1], trainers[0])
+    assert alone._state.carried == []
 
 
 class _Tally:
@@ -390,15 +437,23 @@ class _Holds(transformers.Trainer):
         return super().compute_loss(*args, **named)
 
 
+class _Sees(transformers.TrainerCallback):
+    def __init__(self):
+        self.seen = set()
+
+    def on_step_end(self, args, state, control, **named):
+        self.seen.add(state.global_step)
+
+
 @pytest.mark.filterwarnings("ignore")  # that a callback with a state() has none of ours
 def test_what_changes_and_is_kept_nowhere_is_named(alone):
     """Of the program's own Trainer and callbacks; not what Trainer and its callbacks hold."""
     early = transformers.EarlyStoppingCallback(early_stopping_patience=9)
     options = {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "loss"}
-    trainer = made(ours.in_place(_Holds), _Events(), max_steps=10, **options)
+    trainer = made(ours.in_place(_Holds), _Sees(), max_steps=10, **options)
     trainer.add_callback(early)
     trainer.train()
-    assert sorted(alone._state.carried) == ["`_Events.events`", "`_Holds.tally`"]
+    assert sorted(alone._state.carried) == ["`_Holds.tally`", "`_Sees.seen`"]
 
 
 class _Stream(torch.utils.data.IterableDataset):
@@ -552,6 +607,7 @@ def _progress(rank):
         callback_handler=Namespace(
             callbacks=[transformers.EarlyStoppingCallback(early_stopping_patience=3)]
         ),
+        model=torch.nn.Linear(1, 1),
         current_flos=0.0,
         rank=rank,
         seen=0,
@@ -574,12 +630,16 @@ def test_a_replaced_rank_gets_its_own_counts_and_what_steps_have_changed():
     kept.counted[:, 0] = torch.tensor([0.25, 0.75])
     kept.saved.append(2)
     kept.first = 3
+    source.state.max_steps, source.control.should_training_stop = 4, True  # a run at its end
     kept.take_between()
+    kept.look()
     replaced, progress = _progress(rank=1)
+    replaced.state.max_steps = 9  # of a launch that makes it longer
     progress.load_state_dict(kept.state_dict())
     progress.put_between()
     progress.put_counted()
     assert (replaced.seen, replaced.rank) == (5, 1)
+    assert (replaced.state.max_steps, replaced.control.should_training_stop) == (9, False)
     assert replaced._tr_loss == 0.75
     assert replaced.state.log_history == [{"loss": 2.0}, {"eval_loss": 3.0}]
     assert (replaced._total_loss_scalar, replaced._globalstep_last_logged) == (1.5, 4)

@@ -127,6 +127,20 @@ class Events(TrainerCallback):
         harm("evaluate")
 
 
+class Average(TrainerCallback):
+    """The mean of the weights of all steps, which the model has at the end."""
+
+    def on_train_begin(self, args, state, control, model, **named):
+        self.weights = {name: one.detach().clone() for name, one in model.named_parameters()}
+
+    def on_step_end(self, args, state, control, model, **named):
+        for name, one in model.named_parameters():
+            self.weights[name].lerp_(one.detach(), 1 / (state.global_step + 1))
+
+    def on_train_end(self, args, state, control, model, **named):
+        model.load_state_dict(self.weights, strict=False)
+
+
 class Own(Trainer):
     def get_train_dataloader(self):
         if "own_loader" not in WORDS:
@@ -183,7 +197,7 @@ def main():
         "disable_tqdm": True,
         **chosen,
     }
-    callbacks = [Events()]
+    callbacks = [Events(), *([Average()] if "average" in WORDS else [])]
     if "early" in WORDS:
         callbacks.append(
             EarlyStoppingCallback(early_stopping_patience=1, early_stopping_threshold=10.0)

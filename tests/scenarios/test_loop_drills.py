@@ -84,11 +84,24 @@ def test_whoever_is_killed_around_a_drill_no_step_is_lost(tmp_path, without_dril
     assert "drill at step 2 of rank 1 skipped: its process ended (signal 9)" in run.console
 
 
+def test_a_drill_gets_what_its_rank_got_from_the_others(tmp_path):
+    """A sum before the first backward, asked for by the run: the repair is proved."""
+    with run_drilled(tmp_path, "--waits-at", 8, "--asks", "the run", drills="2,5,8") as run:
+        for step in (2, 5):
+            run.wait_for_event("drill", step=step)
+        run.signal(signal.SIGKILL, run.rank_pid(1))
+        go(run)
+        assert run.wait() == 0, run.console
+    assert run.summary()["exact"], run.console
+    assert {one["differs"] for one in run.events("drill")} == {""}
+    assert run.summary()["exact_proof"]["repairs_proved"] == "1 of 1", run.console
+
+
 @pytest.mark.parametrize(
     ("flag", "said", "reason"),
     [
         ("--hidden", "", "a replacement of rank 1 would not compute the same at step 2: first in"),
-        ("--asks", "the loop asks the other ranks for something (allreduce)", ""),
+        ("--asks=itself", "the loop asks the other ranks for something (allreduce)", ""),
     ],
 )
 def test_hidden_state_is_found_and_what_cannot_be_drilled_is_said(tmp_path, flag, said, reason):

@@ -14,14 +14,21 @@ from typing import Any, NoReturn, Protocol
 
 from ddp_runner.core.settings import Settings
 from ddp_runner.features.proof.comparison import handed_local, handed_sums, with_state
-from ddp_runner.features.proof.loop_notes import BESIDE, CARRIED, PROGRAM, explanation
+from ddp_runner.features.proof.loop_notes import (
+    BESIDE,
+    CARRIED,
+    PROGRAM,
+    RECEIVED,
+    explanation,
+    from_record,
+)
 from ddp_runner.features.proof.rules import AFTER, SHARE_FILE
 from ddp_runner.kernel.step.runtime import RankInfo
 from ddp_runner.kernel.system.run_files import read_small
 from ddp_runner.kernel.wire.fork_specs import Program
 from ddp_runner.observe.logger import DDPLogger
 from ddp_runner.rank import attach
-from ddp_runner.rank.main_program import run_as_main
+from ddp_runner.rank.main_program import run_attached
 from ddp_runner.training.exactness.own_share import OwnShare, first_difference
 from ddp_runner.training.exactness.own_update import first_unlike, hashes_after
 from ddp_runner.training.local_runtime import Aside
@@ -69,13 +76,7 @@ def compare_loop(
     errors: list[BaseException] = []
     ended = ""
     try:
-        run_as_main(
-            program.path,
-            program.module,
-            list(program.arguments),
-            source=Path(program.source).read_bytes() if program.source else None,
-            on_error=errors.append,
-        )
+        run_attached(program, on_error=errors.append)
     except SystemExit as error:
         ended = f", by SystemExit({error.code})"
     if found.is_alike:
@@ -96,6 +97,7 @@ class _Comparison:
     def begins(self, parts: LoopParts, loop: OwnLoop) -> None:
         if changed := changed_file(self._noted[PROGRAM], loop.program):
             self._end(problem=f"{changed} has changed on disk since the run began")
+        loop.handed = from_record(self._noted[RECEIVED], parts.workload.device)
         # Its samples are those of before: what was found bad in that very step is known by now.
         parts.state.quarantine.merge(self._noted["quarantine"])
         self._beside = parts.state.side.digests()

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ddp_runner.data.loader import MicroBatch
 from ddp_runner.features.proof.notes import Drills, Looked
@@ -18,7 +19,10 @@ from ddp_runner.training.own_loop.kept import KeptState
 from ddp_runner.training.own_loop.parts import LoopParts
 
 # The entries that a loop's record has in addition to a task's.
-PROGRAM, CARRIED, BESIDE = "program", "carried", "beside"
+PROGRAM, CARRIED, BESIDE, RECEIVED = "program", "carried", "beside", "received"
+_RECEIVED_MAX = (
+    10_000  # numbers from other ranks; of more a drill gets none, and asks the ranks that it lacks
+)
 
 
 class LoopDrills(Drills):
@@ -31,7 +35,7 @@ class LoopDrills(Drills):
         modules = () if loop.net is None else loop.net.modules()
         if any(isinstance(one, nn.SyncBatchNorm) for one in modules):
             self._drill_at = None  # no share can be computed without the other ranks
-        self._program = loop.program
+        self._loop = loop
         self._beside: dict[str, str] = {}  # the state outside the model when the drilled step began
 
     def _drilled(self, number: int, membership: Membership) -> int | None:
@@ -48,11 +52,28 @@ class LoopDrills(Drills):
     def _record(self, notes: ShareNotes, group: Group) -> dict[str, Any]:
         return {
             **super()._record(notes, group),
-            PROGRAM: self._program,
+            PROGRAM: self._loop.program,
+            RECEIVED: _to_record(self._loop.received),
             # State that only the update uses does not explain a share that differs.
             CARRIED: [one for one in self._state.carried if one != UNSEEN_STATE],
             BESIDE: self._beside,
         }
+
+
+def _to_record(received: Sequence[Tensor | None]) -> list[Any]:
+    if sum(one.numel() for one in received if one is not None) > _RECEIVED_MAX:
+        return []
+    return [
+        None if one is None else (str(one.dtype).removeprefix("torch."), one.tolist())
+        for one in received
+    ]
+
+
+def from_record(record: Sequence[Any], device: torch.device) -> list[Tensor | None]:
+    """Return the tensors that a drilled rank has received from other ranks; None for one that was not noted."""
+    return [
+        one and torch.tensor(one[1], dtype=getattr(torch, one[0]), device=device) for one in record
+    ]
 
 
 def explanation(carried: Sequence[str], before: Mapping[str, str], now: Mapping[str, str]) -> str:

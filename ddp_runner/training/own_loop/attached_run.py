@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ddp_runner.core.settings import Settings
@@ -255,6 +255,10 @@ class AttachedRun:
         ``loss`` is the mean over ranks: of this step where it is noted before backward, else of the one before.
         """
         self._loop.note(values)
+
+    def from_ranks(self, ask: Callable[[], Tensor]) -> Tensor:
+        """Return ``ask()``, a tensor that ranks compute together in a step; a drill gets what its rank has got."""
+        return self._loop.from_ranks(ask)
 
     def stop(self) -> None:
         """End the loop on all ranks: after this step, or after the next one where backward has begun.
@@ -562,20 +566,9 @@ class AttachedRun:
 
     def _kept_ids(self) -> set[int]:
         """Return the ids that are no variables of the loop: the run's own objects, and kept ones with their parts."""
-        kept = self._loop.kept
-        modules = [one for module in kept.modules.values() for one in module.modules()]
-        tensors = [one for module in modules for one in (*module.parameters(), *module.buffers())]
-        lists = [optimizer.param_groups for optimizer in kept.optimizers.values()]
-        groups: list[Any] = [*lists, *(group for one in lists for group in one)]
         assert self._state is not None, "there are steps"
-        own = [
-            self,
-            self._loop.net,
-            *self._state.local.inner(),
-            *kept.optimizers.values(),
-            *kept.others.values(),
-        ]
-        return {id(one) for one in (*own, *modules, *tensors, *groups)}
+        own = (self, self._loop.net, *self._state.local.inner())
+        return {id(one) for one in own} | self._loop.kept.ids()
 
     @property
     def own_error(self) -> Exception | None:

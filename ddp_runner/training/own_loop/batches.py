@@ -66,10 +66,9 @@ def _count_of(batches: Iterable[Any]) -> int | None:
 
 
 def batch_size_of(batches: object) -> int:
-    """Return the number of samples of a batch if a DataLoader knows it; else 1."""
-    if not isinstance(batches, DataLoader):
-        return 1
-    size = batches.batch_size or getattr(batches.batch_sampler, "batch_size", None)
+    """Return the number of samples of a batch if ``batches`` knows it, as a DataLoader does; else 1."""
+    sampler = getattr(batches, "batch_sampler", None)
+    size = getattr(batches, "batch_size", None) or getattr(sampler, "batch_size", None)
     return size if isinstance(size, int) and size > 0 else 1
 
 

@@ -55,6 +55,9 @@ class OwnLoop:
     noted: dict[str, Tensor | float] = field(
         default_factory=dict
     )  # in the step in hand, or the newest
+    # The results of from_ranks() in this body, None for one with a graph; ``handed``: in a drill, those of the drilled rank.
+    received: list[Tensor | None] = field(default_factory=list)
+    handed: list[Tensor | None] = field(default_factory=list)
     late_loss: Tensor | float | None = None  # of the newest step, where it was noted after backward
     wants_stop: bool = False
     rehearses: bool = True  # the first body of a launch is for nothing, and ends at its update
@@ -84,6 +87,17 @@ class OwnLoop:
                 shape = f" of {value.numel()} elements" if isinstance(value, Tensor) else ""
                 kind = type(value).__name__
                 raise misuse(f"note({name}=...) is a {kind}{shape}: give one number") from None
+
+    def from_ranks(self, ask: Callable[[], Tensor]) -> Tensor:
+        """Return ``ask()``; in a drill, which has no other ranks, what the drilled rank has received there."""
+        if self.is_between:
+            return ask()
+        handed = self.handed.pop(0) if self.handed else None
+        if handed is not None:
+            return handed
+        found = ask()
+        self.received.append(None if found.requires_grad else found.clone())
+        return found
 
     def shown(self) -> dict[str, float]:
         """Return the noted values as numbers. Reading waits for the device."""

@@ -66,6 +66,14 @@ class KeptObjects:
         """Return all kept objects."""
         return [*self.modules.values(), *self.optimizers.values(), *self.others.values()]
 
+    def ids(self) -> set[int]:
+        """Return the ids of all kept objects, and of the parts of modules and optimizers."""
+        modules = [one for module in self.modules.values() for one in module.modules()]
+        tensors = [one for module in modules for one in (*module.parameters(), *module.buffers())]
+        lists = [optimizer.param_groups for optimizer in self.optimizers.values()]
+        groups: list[Any] = [*lists, *(group for one in lists for group in one)]
+        return {id(one) for one in (*self.values(), *modules, *tensors, *groups)}
+
     def constructed_with(self) -> dict[str, str]:
         """Return the settings of optimizers and schedulers as they are now, by name and as text."""
         found: dict[str, str] = {}

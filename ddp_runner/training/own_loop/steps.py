@@ -186,7 +186,7 @@ class LoopSteps:
         self._votes, self._failure, self._agreed = votes, None, None
         self._has_carried = self._has_carried_loss = False
         self._given_up = self._has_called = False
-        self._loop.noted = {}
+        self._loop.noted, self._loop.received = {}, []
         self._replica.drop_signals()
         self._replica.on_own_gradient = self._watched.gradient
         self._slot.stamp(Phase.FORWARD, time.monotonic_ns())

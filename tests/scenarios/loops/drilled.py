@@ -51,7 +51,9 @@ parser.add_argument(
 )
 parser.add_argument("--waits-s", type=float, default=600.0, help="at each at most")
 parser.add_argument("--hidden", action="store_true")
-parser.add_argument("--asks", action="store_true")
+parser.add_argument(
+    "--asks", choices=("itself", "the run"), help="the other ranks, before backward"
+)
 parser.add_argument(
     "--rate", choices=sorted(RATES), help="the count of steps that it follows, and no sum is shown"
 )
@@ -76,11 +78,18 @@ class Net(nn.Sequential):
         return outputs * (1 + 0.01 * next(torch.calls)) if args.hidden else outputs
 
 
+def asked(run, mean):
+    def summed():
+        dist.all_reduce(mean)
+        return mean
+
+    return summed() if args.asks == "itself" else run.from_ranks(summed)
+
+
 def body(run, net, rows, wanted):
     rows = rows * (1.0 + run.rank)
     if args.asks:
-        mean = rows.mean()
-        dist.all_reduce(mean)
+        mean = asked(run, rows.mean())
         rows = rows - mean / run.world_size
     loss = (net(rows) - wanted).square().mean()
     loss.backward()
