@@ -163,10 +163,9 @@ class _FitInPlace(_FitLoop):  # type: ignore[misc]
     steps: Steps
 
     def setup_data(self) -> None:
-        """Give the epoch loop the run's batches."""
-        is_made = self._combined_loader is not None
+        """Give the epoch loop the run's batches, also where ``configure_optimizers`` has asked for their number before."""
         super().setup_data()
-        if self._combined_loader is None or is_made:
+        if self._combined_loader is None or isinstance(self._data_fetcher, _GivenFetcher):
             return
         refuse(why_not_loader(self))
         self._data_fetcher.teardown()

@@ -89,6 +89,9 @@ class Net(LightningModule):
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)
+        if "accumulate" in WORDS:  # which asks for the data before training begins
+            steps = self.trainer.estimated_stepping_batches
+            schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
