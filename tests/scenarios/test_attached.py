@@ -313,13 +313,13 @@ for xb, yb in run.steps(run.loader(data, batch_size=4), max_steps=16):
 @pytest.mark.parametrize(
     ("rate", "reasons"),
     [
-        ("rate()", ["state that sets lr of the optimizer's group 0, which steps change"]),
+        ("[rate][0]()", ["state that sets lr of the optimizer's group 0, which steps change"]),
         ("0.01 * 0.9**run.step_number", []),
     ],
     ids=["a rate with a memory", "a rate of the step"],
 )
 def test_state_that_only_the_update_uses_makes_a_repaired_run_inexact(tmp_path, rate, reasons):
-    """All ranks are lost, so the replicas agree. No reading of the loop sees into an object that is called."""
+    """All ranks are lost, so the replicas agree. No reading of the loop sees which object is called."""
     own = tmp_path / "unseen.py"
     own.write_text(UNSEEN.replace("{rate}", rate), encoding="utf-8")
     options = ("save_every_steps=6", "--inject", "kill:rank=all,step=9")
