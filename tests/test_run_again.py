@@ -48,6 +48,19 @@ def test_a_test_that_passes_alone_is_named_flaky_and_excused(run_again):
     assert ended.returncode == 0
 
 
+def test_a_test_that_has_a_group_runs_again_by_its_name(run_again):
+    ended = run_again("test_passes_the_second_time@group")
+    assert "FLAKY test_two.py::test_passes_the_second_time\n" in ended.stdout
+    assert ended.returncode == 0
+
+
+@pytest.mark.xdist_group("named")
+def test_a_group_is_in_the_names_of_its_tests(request):
+    """By which xdist gives all of them to one process."""
+    is_shared_out = getattr(request.config.option, "loadgroup", False)
+    assert request.node.nodeid.endswith("@named") is is_shared_out
+
+
 def test_a_test_that_fails_again_fails(run_again):
     ended = run_again("test_passes_the_second_time", "test_always_fails")
     assert "FAILED test_two.py::test_always_fails" in ended.stdout
