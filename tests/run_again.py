@@ -21,8 +21,13 @@ def excused_before(known: Path) -> set[str]:
     return {name for line in lines if (name := line.partition("#")[0].strip())}
 
 
+def without_group(name: str) -> str:
+    """By what pytest finds the test: xdist writes its group behind it."""
+    return name.rpartition("@")[0] if name.rfind("@") > name.rfind("]") else name
+
+
 def main(lastfailed: Path, known: Path) -> int:
-    names = sorted(json.loads(lastfailed.read_text(encoding="utf-8")))
+    names = sorted(map(without_group, json.loads(lastfailed.read_text(encoding="utf-8"))))
     repeated = excused_before(known).intersection(names)
     for name in sorted(repeated):
         print(f"FAILED {name}: it was excused before", flush=True)

@@ -11,7 +11,9 @@ import tokenize
 import pytest
 
 from tests.scenarios.harness import ROOT
+from tests.test_layout import parsing, tree_of
 
+pytestmark = parsing
 PACKAGE = ROOT / "ddp_runner"
 ARCHITECTURE = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
 PROTOCOLS = (ROOT / "docs" / "protocols.md").read_text(encoding="utf-8")
@@ -45,11 +47,6 @@ def rows(text):
         for number, cells in enumerate(found)
         if not is_rule[number] and not (number + 1 < len(found) and is_rule[number + 1])
     ]
-
-
-@functools.cache
-def tree_of(path):
-    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 @functools.cache

@@ -14,6 +14,7 @@ import pytest
 
 from ddp_runner.__main__ import main
 from tests.scenarios.harness import ROOT
+from tests.test_layout import parsing, tree_of
 
 _LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 _CODE = re.compile(r"`([^`\n]+)`")
@@ -203,7 +204,7 @@ def texts_in_code():
     for path in ours(".py"):
         if path.parts[len(ROOT.parts)] != "ddp_runner":
             continue
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 yield node.value
             elif isinstance(node, ast.JoinedStr):
@@ -212,6 +213,7 @@ def texts_in_code():
                 )
 
 
+@parsing
 def test_each_error_in_troubleshooting_is_printed_by_the_code():
     """Who searches for the words of an error finds them only if they are those words."""
     page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")

@@ -11,8 +11,9 @@ from collections import defaultdict
 
 import pytest
 
-from tests.test_layout import MODULES, trees
+from tests.test_layout import MODULES, parsing, trees
 
+pytestmark = parsing
 SHARD_LINES = 120
 LONG_LINES = 60
 WIDE_PARAMETERS = 9

@@ -33,10 +33,21 @@ def _module(path):
 MODULES = {_module(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
+# To parse all takes seconds: one test process has every test that does so.
+parsing = pytest.mark.xdist_group("parsing")
+pytestmark = parsing
+
+
+@functools.cache
+def tree_of(path):
+    """The syntax of a file."""
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 @functools.cache
 def trees():
     """Each module's syntax: not while tests are collected, which each test process does."""
-    return {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MODULES.items()}
+    return {name: tree_of(path) for name, path in MODULES.items()}
 
 
 def _is_for_types(node):

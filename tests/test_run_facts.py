@@ -17,7 +17,7 @@ from ddp_runner.config.foreign import FACTS
 from ddp_runner.core.plain_rank import PlainRank
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.training.trainer import DDPTrainer
-from tests.scenarios.harness import ROOT
+from tests import ready
 
 TRAIN = RunFacts(starter="train", ranks=2, mode="distributed", own_host="here", files=("a/b.yaml",))
 SINGLE = RunFacts(starter="train", ranks=1, mode="single")
@@ -218,7 +218,7 @@ def test_a_loop_of_ones_own_is_held_against_its_place(config, environment, line,
     found = subprocess.run(
         [sys.executable, program],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        env={**os.environ, **ready.environment(programs=True), **environment},
         capture_output=True,
         text=True,
         check=False,

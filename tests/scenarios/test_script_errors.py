@@ -107,11 +107,15 @@ def test_who_leaves_is_named_and_not_who_lost_it(tmp_path, how, code, cause):
 
 
 def test_what_a_rank_still_writes_at_its_end_is_not_cut_off(tmp_path):
-    """A rank whose program has ended, or raised, gets no SIGTERM for the fault that it is; it has left by sys.exit(7)."""
+    """A rank whose program has ended, or raised, gets no SIGTERM for the fault that it is; it has left by sys.exit(7).
+
+    The other one raises once the interpreter has taken down its connection, before that process is gone.
+    """
     script = tmp_path / "own.py"
     late = "import atexit, time; atexit.register(lambda: (time.sleep(0.4), print('last words')))\n"
     script.write_text(late + LEAVES, encoding="utf-8")
-    with run_script(tmp_path, script, "sys.exit(7)") as run:
+    whole = {ready.WHOLE_END: "1"}
+    with run_script(tmp_path, script, "sys.exit(7)", variables=whole) as run:
         assert run.wait() == 7, run.console
     assert all("last words" in log for log in logs(run))
 
