@@ -683,3 +683,10 @@ def test_names_that_a_block_sets_behind_its_update(body, late):
     source = f"{head}for x in run.steps(data):\n with run.step():\n  {body.replace(chr(10), chr(10) + ' ')}\n"
     tree = ast.parse(source + " print(loss, y, self.y)\n")
     assert late_names(tree, tree.body[-1]) == late
+
+
+@pytest.mark.parametrize("block", ["run.step()", "accelerator.accumulate(model)", "no_grad()"])
+def test_names_are_late_in_blocks_that_are_a_step(block):
+    """Control: those of another block, whose body is never for nothing."""
+    tree = ast.parse(f"for x in batches:\n with {block}:\n  y = train(x)\n print(y)\n")
+    assert late_names(tree, tree.body[0]) == (set() if block == "no_grad()" else {"y"})

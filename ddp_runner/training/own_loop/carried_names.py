@@ -134,10 +134,12 @@ def late_names(tree: ast.AST, loop: ast.For | ast.While) -> set[str]:
 
 
 def _is_block(item: ast.withitem) -> bool:
-    """Return True for ``run.step()``."""
+    """Return True for ``run.step()``, and for ``accelerator.accumulate(model)``, which begins and ends a step too."""
     call = item.context_expr
-    is_bare = isinstance(call, ast.Call) and not call.args and not call.keywords
-    return is_bare and isinstance(call, ast.Call) and _called(call) == "step"
+    if not isinstance(call, ast.Call):
+        return False
+    is_bare = not call.args and not call.keywords
+    return _called(call) == "accumulate" or (is_bare and _called(call) == "step")
 
 
 def _place(statement: ast.stmt) -> tuple[int, int]:
