@@ -298,6 +298,11 @@ MUTATIONS = (
         after="def beside(",
     ),
     _break(
+        "proved-or-said",
+        "group.world_size == 1 or ",
+        "",
+    ),
+    _break(
         "bound-where-read",
         "        found |= (late - early) & read\n",
         "",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import json
 import threading
 from collections import OrderedDict
 from types import SimpleNamespace
@@ -1020,6 +1021,53 @@ def test_what_is_set_behind_the_update_is_there_behind_the_block(run):
         losses.append(loss.item())
         del loss
     assert len(losses) == run.step_number == 3
+
+
+class Counting(nn.Linear):
+    """Uses how often it was called, which its state dict has not."""
+
+    def __init__(self):
+        super().__init__(2, 1)
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x) * self.calls
+
+
+def _summary_of_late(folder, *, steps, reads_late):
+    """Of a launch whose loop reads behind the block what its body sets behind the update, or does not."""
+    with run_in(folder) as made:
+        model = Counting()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        net = made.ddp(model)
+        made.keep(model=model, optimizer=optimizer)
+
+        def train(x, y):
+            (net(x) - y).square().mean().backward()
+            optimizer.step()
+            return 1
+
+        if reads_late:
+            for x, y in made.steps(DATA, max_steps=steps):
+                with made.step():
+                    done = train(x, y)
+                assert done
+                assert made._state.side.followed_names() == ["model.model.calls"]
+        else:
+            for x, y in made.steps(DATA, max_steps=steps):
+                with made.step():
+                    train(x, y)
+        assert model.calls == steps
+    return json.loads((folder / "logs" / "summary.json").read_text())
+
+
+@pytest.mark.parametrize("reads_late", [True, False])
+def test_one_rank_that_rehearses_nothing_is_not_proved(tmp_path, reads_late):
+    """It has no drills, so nothing has shown that its steps can be repeated. Control: the first step is repeated."""
+    assert _summary_of_late(tmp_path, steps=2, reads_late=reads_late)["exact"]
+    summary = _summary_of_late(tmp_path, steps=4, reads_late=reads_late)
+    assert summary["exact"] is not reads_late, summary["inexact_reasons"]
 
 
 def test_data_may_stay_in_its_order(run):

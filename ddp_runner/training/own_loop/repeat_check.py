@@ -27,14 +27,20 @@ from ddp_runner.training.exactness.own_update import first_unlike
 from ddp_runner.training.own_loop.parts import LoopParts
 from ddp_runner.training.own_loop.watched_step import WatchedStep
 
+_UNPROVED = (
+    "not proved: no drill and no second computation of the first step has shown that steps can be repeated"
+    " (the loop sets behind its update what it reads behind the step)"
+)
 WAITS_STEPS = 3  # in which the variables of the loop are checked
 
 
 class RepeatCheck(BesideSteps):
     """Performs the check on one rank. Every rank calls its methods at the same points."""
 
-    def __init__(self, parts: LoopParts) -> None:
+    def __init__(self, parts: LoopParts, *, rehearses: bool = True) -> None:
+        """``rehearses``: the loop's first body is for nothing, as it is but for one that reads behind it what it sets late."""
         self._parts = parts
+        self._rehearses = rehearses
         self._state = parts.state
         self._where: str | None = (
             None  # the first difference of the two runs, in this process's first step
@@ -110,8 +116,20 @@ class RepeatCheck(BesideSteps):
         self._state.note_carried([f"state that sets {what}"])
         report_lost_carried(self._parts)
 
+    # INVARIANT proved-or-said: a repaired or resumed run that nothing has shown to repeat its steps is not exact.
+    # Broken if: one rank, which has no drills, rehearses nothing either, and a step that no process can repeat is done again.
+    # Guarded by: test_one_rank_that_rehearses_nothing_is_not_proved.
+    def _lacks_proof(self, step: int, group: Group) -> bool:
+        """Return True if a loop that rehearses nothing goes on from a state, and no drill compares its steps."""
+        settings = self._parts.settings
+        is_first = is_first_generation(group.membership.generation, settings.stage)
+        goes_on = not is_first or step > self._parts.workload.length.first_step + 1
+        return goes_on and (group.world_size == 1 or not settings.recovery.drill_at)
+
     def _ask(self, step: int, group: Group) -> None:
         """Learn what each rank has found. All ask in a group's first step: of a launch's first one, some may know nothing."""
+        if not self._rehearses and group.rank == 0 and self._lacks_proof(step, group):
+            report_inexact(self._parts, _UNPROVED)
         where = None if self._is_over else self._where
         self._is_over |= where is not None
         with waiting_for_peers(self._parts.runtime.slot):
