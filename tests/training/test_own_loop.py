@@ -1070,6 +1070,35 @@ def test_one_rank_that_rehearses_nothing_is_not_proved(tmp_path, reads_late):
     assert summary["exact"] is not reads_late, summary["inexact_reasons"]
 
 
+@pytest.mark.parametrize("way", ["while", "generator"])
+def test_other_forms_of_a_loop_may_read_late_too(run, way):
+    """With ``next()``, and over a generator of the program's own."""
+    model, optimizer = parts()
+    net = run.ddp(model)
+    run.keep(model=model, optimizer=optimizer)
+
+    def train(x, y):
+        (net(x) - y).square().mean().backward()
+        optimizer.step()
+        return 1
+
+    def given():
+        yield from run.steps(DATA, max_steps=2)
+
+    if way == "generator":
+        for x, y in given():
+            with run.step():
+                done = train(x, y)
+            assert done
+    else:
+        batches = iter(run.steps(DATA, max_steps=2))
+        while (batch := next(batches, None)) is not None:
+            with run.step():
+                found = train(*batch)
+            assert found
+    assert run.step_number == 2
+
+
 def test_data_may_stay_in_its_order(run):
     """``shuffle`` and ``num_workers`` are as a DataLoader's."""
     model, optimizer = parts()

@@ -285,7 +285,7 @@ class AttachedRun:
         parts, run_id, accumulate = self._prepared(
             batches, max_steps=max_steps, epochs=epochs, accumulate=accumulate
         )
-        kept, self._loop.rehearses = self._kept_ids(), not sets_late(user_frame())
+        kept = self._kept_ids()
         self._variables = LoopVariables(
             is_kept=lambda value: _is_kept(value, kept),
             functions=lambda: [one.call for one in self._loop.recurring],
@@ -516,6 +516,8 @@ class AttachedRun:
     def begin_next(self) -> None:
         """Prepare the next step: changes that the loop has made since the last one become part of the state."""
         self._keep_between()
+        if self._loop.rehearses is None:
+            self._loop.rehearses = not sets_late(user_frame())
         if self.step_number and (self._variables.is_due(or_if=True) or self._is_last_chance()):
             self._look_at_variables()
 

@@ -236,7 +236,7 @@ class LoopClient(RankClient):
         super().__init__(parts, run_id)
         self._loop = loop
         self._beside = beside_loop(parts, loop)
-        self._repeats = RepeatCheck(parts, rehearses=loop.rehearses)
+        self._repeats = RepeatCheck(parts, rehearses=lambda: loop.rehearses is not False)
         self.steps: LoopSteps | None = None  # of the newest generation
         self.reason: StopReason | None = None  # why training has ended, once it has
         self.report: TrainReport | None = None  # of that

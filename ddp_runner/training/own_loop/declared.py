@@ -60,7 +60,8 @@ class OwnLoop:
     handed: list[Tensor | None] = field(default_factory=list)
     late_loss: Tensor | float | None = None  # of the newest step, where it was noted after backward
     wants_stop: bool = False
-    rehearses: bool = True  # the first body of a launch is for nothing, and ends at its update
+    # The first body of a launch is for nothing, and ends at its update. None: not known before the first batch.
+    rehearses: bool | None = None
     calls_together: bool = False  # functions between steps
     is_between: bool = False  # in such a function
 

@@ -40,10 +40,16 @@ _Functions = dict[tuple[str, int], ast.FunctionDef | ast.AsyncFunctionDef]  # by
 
 
 def sets_late(frame: FrameType | None) -> bool:
-    """Return True if the loop that begins in ``frame`` reads behind a step what its body sets only behind the update."""
-    tree = None if frame is None else _tree_of(frame)
-    loop = None if frame is None or tree is None else loop_at(tree, frame.f_lineno)
-    return tree is not None and loop is not None and bool(late_names(tree, loop))
+    """Return True if the loop that asks for a batch in ``frame`` reads behind a step what its body sets only behind the update.
+
+    A generator's loop may give the batch to another one, which counts as well.
+    """
+    if frame is None:
+        return False
+    tree = _tree_of(frame)
+    loop = None if tree is None else loop_at(tree, frame.f_lineno)
+    is_late = tree is not None and loop is not None and bool(late_names(tree, loop))
+    return is_late or sets_late(_taker_of(frame))
 
 
 def _tree_of(frame: FrameType) -> ast.Module | None:

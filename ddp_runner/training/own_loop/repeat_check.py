@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from ddp_runner.core.run_stages import is_first_generation
 from ddp_runner.data.loader import MicroBatch
@@ -37,7 +37,7 @@ WAITS_STEPS = 3  # in which the variables of the loop are checked
 class RepeatCheck(BesideSteps):
     """Performs the check on one rank. Every rank calls its methods at the same points."""
 
-    def __init__(self, parts: LoopParts, *, rehearses: bool = True) -> None:
+    def __init__(self, parts: LoopParts, *, rehearses: Callable[[], bool] = lambda: True) -> None:
         """``rehearses``: the loop's first body is for nothing, as it is but for one that reads behind it what it sets late."""
         self._parts = parts
         self._rehearses = rehearses
@@ -128,7 +128,7 @@ class RepeatCheck(BesideSteps):
 
     def _ask(self, step: int, group: Group) -> None:
         """Learn what each rank has found. All ask in a group's first step: of a launch's first one, some may know nothing."""
-        if not self._rehearses and group.rank == 0 and self._lacks_proof(step, group):
+        if not self._rehearses() and group.rank == 0 and self._lacks_proof(step, group):
             report_inexact(self._parts, _UNPROVED)
         where = None if self._is_over else self._where
         self._is_over |= where is not None

@@ -382,7 +382,7 @@ class LoopSteps:
         )
         self._commit = Commit(self._state, self._replica, slot=self._slot)
         # The first body of a launch is for nothing, to see what it writes beside the update.
-        self._rehearses = self._loop.rehearses and not self._state.is_rehearsed
+        self._rehearses = self._loop.rehearses is not False and not self._state.is_rehearsed
         net.use(self)
 
     def _own_signals(self) -> Tensor:
