@@ -137,6 +137,7 @@ def _list(catalog: Catalog, action: str, *, as_json: bool) -> int:
         show(f"{catalog.directory} holds no checkpoint")
     has_bad = False
     best = catalog.best()
+    width = max((len(_monitored(entry)) for entry in entries), default=0)
     for entry in entries:
         reason = catalog.verify(entry) if action == "verify" else entry.problem
         has_bad = has_bad or (action == "verify" and reason is not None)
@@ -145,21 +146,29 @@ def _list(catalog: Catalog, action: str, *, as_json: bool) -> int:
         if as_json:
             print(json.dumps(record))
         else:
-            show(_line(entry, reason=reason, is_best=is_best, verified=action == "verify"))
+            is_verified = action == "verify"
+            show(_line(entry, reason=reason, is_best=is_best, verified=is_verified, width=width))
     return ExitCode.FAILED if has_bad else ExitCode.DONE
 
 
-def _line(entry: Entry, *, reason: str | None, is_best: bool, verified: bool) -> str:
+def _monitored(entry: Entry) -> str:
+    """Return the monitored figure with its name; empty where the file has none."""
+    if entry.manifest is None or entry.manifest.monitored is None:
+        return ""
+    name = entry.manifest.monitor or "loss"  # of files that do not say
+    return f"{name} {entry.manifest.monitored:.4f}"
+
+
+def _line(entry: Entry, *, reason: str | None, is_best: bool, verified: bool, width: int) -> str:
+    """``width``: of the column of the monitored figure."""
     manifest = entry.manifest
     cells = [f"step {entry.step:>8}"]
     if manifest is not None:
-        name = manifest.monitor or "loss"  # of files that do not say
-        monitored = "" if manifest.monitored is None else f"{name} {manifest.monitored:.4f}"
         cells += [
             f"{manifest.epoch:>3} epoch{' ' if manifest.epoch == 1 else 's'}",
             *([f"{stage:<{_STAGE_WIDTH}}"] if (stage := stage_name(manifest)) else []),
             f"{byte_size(manifest.size_bytes):>8}",
-            f"{monitored:<11}",
+            f"{_monitored(entry):<{width}}",
             manifest.created_utc[:19],
         ]
     if reason is None:

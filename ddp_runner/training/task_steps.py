@@ -301,7 +301,7 @@ class TaskSteps:
         report_lost_local(self._parts)
         report_lost_carried(self._parts, went_back=True)
 
-    def evaluate(self) -> StopReason | None:
+    def evaluate(self, *, is_again: bool = False) -> StopReason | None:  # noqa: ARG002
         """Evaluate the state as it is; why that was left early, if it was."""
         stop = self._validation.evaluate(self._replica)
         if stop is None and self._workload.validation_samples:

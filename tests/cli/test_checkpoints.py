@@ -131,6 +131,15 @@ def test_show_of_a_damaged_or_older_checkpoint_says_so(tmp_path, capsys):
     assert "BAD: its SHA-256" in capsys.readouterr().out
 
 
+def test_list_has_its_times_in_one_column(tmp_path, capsys):
+    """Whether or not a checkpoint was evaluated, and however long the figure's name is."""
+    made(tmp_path, 1, monitor="bach/accuracy", created_utc="2030-01-01T00:00:00Z")
+    made(tmp_path, 2, monitored=None, created_utc="2030-01-01T00:00:00Z")
+    assert main(["checkpoints", "list", "-c", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len({line.index("2030") for line in lines}) == 1, lines
+
+
 def test_list_condemns_no_checkpoint_that_verify_accepts(tmp_path, capsys):
     """A damaged manifest says nothing of the file. Control: one that is cut short is bad for both."""
     path = save(tmp_path, 7).path

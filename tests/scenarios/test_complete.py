@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import socket
 import sys
 import textwrap
@@ -13,7 +14,7 @@ import pytest
 from tests import ready
 
 from .conftest import filled_once
-from .harness import Outputs, Run
+from .harness import Outputs, Run, poll
 from .test_names import SHORT, TASK
 from .test_refusals import contents
 
@@ -154,3 +155,47 @@ def test_under_an_outside_launcher_the_account_of_then_stands(complete):
     assert f"already complete: {STEPS} steps, nothing to train" in run.console
     log = (job.logs / "rank_0.log").read_text()
     assert f"already complete: {STEPS} of {STEPS} steps, nothing to train" in log
+
+
+FUNCTION_AT_ITS_END = """
+import pathlib, time
+import torch
+import ddp_runner
+
+run = ddp_runner.attach()
+model, average = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+net = run.ddp(model)
+run.keep(model=model, optimizer=optimizer, average=average)
+
+@run.every(steps=3)
+def follow():
+    with torch.no_grad():
+        average.weight.lerp_(model.weight, 0.5)
+
+for x in run.steps(run.loader(torch.randn(64, 2), batch_size=4), max_steps=6):
+    with run.step():
+        (net(x) - x.sum(1, keepdim=True)).square().mean().backward()
+        optimizer.step(); optimizer.zero_grad()
+pathlib.Path(f"behind_{run.rank}").touch()
+while pathlib.Path("hold").exists():
+    time.sleep(0.01)
+"""
+
+
+def test_what_a_loops_last_function_has_changed_is_changed_once(tmp_path):
+    """The whole run is killed behind its loop: the next launch has the state of after that function."""
+    (tmp_path / "loop.py").write_text(FUNCTION_AT_ITS_END)
+    words = ("-l", "logs", "-c", "checkpoints", "loop.py")
+    (tmp_path / "hold").touch()
+    with Run(tmp_path, *words, task=None, verb="run") as run:
+        poll(lambda: len([*tmp_path.glob("behind_*")]) == 2, what="the end of the loop")
+        run.wait_for_checkpoint(6)
+        run.signal(signal.SIGKILL)
+        run.assert_gone()
+    (tmp_path / "hold").unlink()
+    with Run(tmp_path, *words, task=None, verb="run") as run:
+        assert run.wait() == 0, run.console
+    with Run(tmp_path / "whole", *(*words[:-1], "../loop.py"), task=None, verb="run") as whole:
+        assert whole.wait() == 0, whole.console
+    assert (run.summary()["exact"], run.digest) == (True, whole.digest)

@@ -129,8 +129,11 @@ class StepMaker(Protocol):
         """Handle the result of a step, and do what is due after it."""
         ...
 
-    def evaluate(self) -> StopReason | None:
-        """Evaluate the state as it is; why that was left early, if it was."""
+    def evaluate(self, *, is_again: bool = False) -> StopReason | None:
+        """Evaluate the state as it is; why that was left early, if it was.
+
+        ``is_again``: what was due at this step is done, by the run that is being resumed behind its last step.
+        """
         ...
 
     def end_epoch(self) -> None:
@@ -458,7 +461,8 @@ class Session:
         step, was_done = self._state.committed_step, self._state.boundary_done_step
         if reason is StopReason.COMPLETED and self._evaluated_step != step:
             # Left early, it is the end of this launch only: the next one makes up for it.
-            reason = self.reason = self._maker.evaluate() or reason
+            is_again = self._passed_step == step
+            reason = self.reason = self._maker.evaluate(is_again=is_again) or reason
         if reason is StopReason.COMPLETED:
             if self._passed_step < step and self._maker.due(step).end_epoch:
                 self._maker.end_epoch()

@@ -323,11 +323,11 @@ class LoopSteps:
         """Collect the per-rank state of other machines; all other state of a loop is equal on all ranks."""
         gather_local(self._state.local, self._group, step=self._state.committed_step)
 
-    def evaluate(self) -> StopReason | None:
+    def evaluate(self, *, is_again: bool = False) -> StopReason | None:
         """Call the functions that are due between steps. The net's buffers are put back behind them."""
         step, slot = self._state.committed_step, self._slot
         due = [one for one in self._loop.recurring if one.is_due(step, self._length)]
-        if not due:
+        if is_again or not due:  # the state has what they have changed
             return None
         began_ns = time.monotonic_ns()
         self._state.begin_functions(room_bytes=self._room_bytes())

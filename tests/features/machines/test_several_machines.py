@@ -403,6 +403,20 @@ def test_a_coordinator_that_stood_still_blames_nobody(simulate):
     assert lost(run) == [0]
 
 
+def test_a_machine_that_stood_still_hears_of_the_end(simulate):
+    """Its lease is over and its ranks are, too: it stays for the answer, where it would look in vain."""
+    run = simulate(steps=60)
+    (machine,) = run.followers
+    run.to_step(60)
+    machine.is_stopped = True
+    there = [one for one in run.processes.values() if one.machine is machine and one.rank >= 0]
+    run.run_until(lambda: all(one.dead for one in there))
+    run.pass_time((LEASE_S + SILENT_S) / 2)
+    machine.is_stopped = False
+    assert_done(run)
+    assert not faults(run)
+
+
 def test_a_look_that_is_old_makes_nobody_hang(simulate):
     """A deadline that is shorter than the time from one look to the next, on all machines alike."""
     run = simulate(steps=200, hang_min_s=0.4)
