@@ -221,8 +221,9 @@ class AttachedRun:
     ) -> KeptLoader:
         """Batches of ``batch_size`` samples for this rank, from a loader that repairs itself.
 
-        Of a map-style dataset. Its ``num_workers`` (by default the setting) are replaced when they die or hang, and samples
-        that cannot be loaded by others. With ``accumulate`` above 1 each step is given a list of so many batches.
+        Of a map-style dataset, loaded by ``num_workers`` processes, or as many as the setting says. They are replaced when
+        they die or hang, and samples that cannot be loaded by others. With ``accumulate`` above 1 each step is given a
+        list of so many batches.
         """
         return KeptLoader(
             dataset=dataset,

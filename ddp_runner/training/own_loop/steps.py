@@ -496,9 +496,8 @@ class LoopSteps:
     def _commit_step(self, agreed: Agreed, *, has_updated: bool) -> StepResult:
         self._commit.end_change(agreed, applied=True, samples=self._parts.workload.global_batch)
         self._state.committed()
-        if (
-            not self._state.is_rehearsed
-        ):  # in a loop that rehearses nothing: its first step shows what steps change
+        # Where nothing was rehearsed, or held for it, the first step shows what steps change.
+        if not self._state.is_rehearsed:
             self._state.side.look_again(whole=True)
             self._state.is_rehearsed = True
         self._watched.end()
