@@ -97,11 +97,11 @@ def carried_names(
     return found if tree is None else reading.results(tree, loop, written) | found
 
 
-# INVARIANT bound-where-read: what a loop reads behind a step's block has been set there, at its first step too.
-# Broken if: the first body of a launch, which ends at the update, is for nothing in a loop that sets it behind the update.
+# INVARIANT bound-where-read: what a loop reads after a step's block has been set there, at its first step too.
+# Broken if: the first body of a launch, which ends at the update, is for nothing in a loop that sets it after the update.
 # Guarded by: test_what_is_set_behind_the_update_is_there_behind_the_block.
 def late_names(tree: ast.AST, loop: ast.For | ast.While) -> set[str]:
-    """Return the names that a block of a step sets behind its update, and that ``loop`` reads behind that block.
+    """Return the names that a step's block sets after its update, and that ``loop`` reads after that block.
 
     By the source alone, so that all ranks find the same. A call of a function counts as the update if the function
     of that name in ``tree`` makes it; if nothing in the block is known to make it, each call may.

@@ -40,7 +40,7 @@ _Functions = dict[tuple[str, int], ast.FunctionDef | ast.AsyncFunctionDef]  # by
 
 
 def sets_late(frame: FrameType | None) -> bool:
-    """Return True if the loop that asks for a batch in ``frame`` reads behind a step what its body sets only behind the update.
+    """Return True if the loop that asks for a batch in ``frame`` reads after a step what its body sets only after the update.
 
     A generator's loop may give the batch to another one, which counts as well.
     """

@@ -29,7 +29,7 @@ from ddp_runner.training.own_loop.watched_step import WatchedStep
 
 _UNPROVED = (
     "not proved: no drill and no second computation of the first step has shown that steps can be repeated"
-    " (the loop sets behind its update what it reads behind the step)"
+    " (after the step the loop reads a variable that its body sets after the update)"
 )
 WAITS_STEPS = 3  # in which the variables of the loop are checked
 
@@ -38,7 +38,7 @@ class RepeatCheck(BesideSteps):
     """Performs the check on one rank. Every rank calls its methods at the same points."""
 
     def __init__(self, parts: LoopParts, *, rehearses: Callable[[], bool] = lambda: True) -> None:
-        """``rehearses``: the loop's first body is for nothing, as it is but for one that reads behind it what it sets late."""
+        """``rehearses``: False for a loop that reads, after the step, what its body sets after the update."""
         self._parts = parts
         self._rehearses = rehearses
         self._state = parts.state
