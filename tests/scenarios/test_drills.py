@@ -207,12 +207,16 @@ def test_a_drill_is_ended_when_an_incident_opens(fault_free, tmp_path):
 def test_a_run_with_a_replacement_ends_once_a_drill_has_passed(fault_free, tmp_path):
     """Killed so late that no step is left to be drilled: what was cut short is done after training."""
     held = hold(tmp_path, STEPS - 2)
+    slow = tmp_path / "all_linger"
+    slow.touch()
     settings = (*WITHOUT_WORKERS, f"drill_at={STEPS - 6}")
     with Run(tmp_path, *settings, task=task("Lingers")) as run:
         drill_of(run)
         run.wait_for_step(STEPS - 3)
         run.signal(signal.SIGKILL, run.rank_pid(1))
         held.unlink()
+        poll(lambda: " is waited for, 30 s at most" in run.console, what="the end of training")
+        slow.unlink()
         assert run.wait() == 0, run.console
     assert run.digest == fault_free(2).digest
     summary = run.summary()
