@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import gc
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 import hypothesis
@@ -65,7 +62,7 @@ def pytest_collection_modifyitems(items):
     """Long tests first: what a process still has to do when the others are done is short then.
 
     A whole run waits for half of its time, and other tests keep a core busy: they stand between the whole runs, so
-    that neither are alone at any time. Whole runs of one file wait alike, and so come one by one.
+    that neither are alone at any time.
     """
     _name_groups(items)
     turns = [[], [], []]
@@ -73,21 +70,9 @@ def pytest_collection_modifyitems(items):
         turns[_turn(item)].append(item)
     long, runs, others = turns
     places = len(runs) * 100 // (100 - _SHORT_AT_THE_END) + 1
-    ranked = [(number / places, 0, number, item) for number, item in enumerate(_spread(runs))]
+    ranked = [(number / places, 0, number, item) for number, item in enumerate(runs)]
     ranked += [(number / len(others), 1, number, item) for number, item in enumerate(others)]
     items[:] = [*long, *(item for *_, item in sorted(ranked, key=lambda one: one[:3]))]
-
-
-def _spread(runs):
-    """Those of each file over the whole time, in their order; where the first one stands, differs."""
-    files = {}
-    for item in runs:
-        files.setdefault(item.path, []).append(item)
-    placed = []
-    for number, of_file in enumerate(files.values()):
-        begin = number * 0.618 % 1
-        placed += [((k + begin) / len(of_file), number, item) for k, item in enumerate(of_file)]
-    return [item for *_, item in sorted(placed, key=lambda one: one[:2])]
 
 
 def _name_groups(items):
@@ -96,36 +81,6 @@ def _name_groups(items):
         named = getattr(item, "_nodeid", item.nodeid)
         if named != item.nodeid:
             item._id = type(item._id).parse(named)
-
-
-# With more at once on two cores, ranks wait so long for a core that tests of deadlines fail.
-COMPUTING_AT_ONCE = 3
-
-
-@pytest.hookimpl(wrapper=True, tryfirst=True)  # no time limit of a test begins before its turn
-def pytest_runtest_protocol(item):
-    """Of the test processes so many compute at once; who has a test that only waits takes no place of theirs."""
-    if "PYTEST_XDIST_WORKER" not in os.environ or item.get_closest_marker("waits"):
-        return (yield)
-    with place(Path(item.config.option.basetemp).parent / "computing"):
-        return (yield)
-
-
-@contextlib.contextmanager
-def place(path):
-    """One of the places: a lock of this process alone, and of none that it forks."""
-    with path.open("ab") as places:
-        while not any(_locks(places, number) for number in range(COMPUTING_AT_ONCE)):
-            time.sleep(0.02)
-        yield
-
-
-def _locks(file, byte):
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _turn(item):

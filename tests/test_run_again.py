@@ -1,19 +1,15 @@
 """What continuous integration does about tests: failed ones run once more, and the faster Python runs all."""
 
 import json
-import signal
 import subprocess
 import sys
 import sysconfig
 from importlib.util import find_spec
-from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import COMPUTING_AT_ONCE, place
 from tests.faster_python import faster, looked_at
-from tests.processes import ranks
 
 SCRIPT = Path(__file__).with_name("run_again.py")
 TESTS = """
@@ -63,25 +59,6 @@ def test_a_group_is_in_the_names_of_its_tests(request):
     """By which xdist gives all of them to one process."""
     is_shared_out = getattr(request.config.option, "loadgroup", False)
     assert request.node.nodeid.endswith("@named") is is_shared_out
-
-
-def _compute(me, path):
-    with place(path):
-        me.say("computes")
-        me.hear()
-
-
-def test_so_many_tests_compute_at_once_and_no_more(tmp_path):
-    """The next one waits until one of their processes is done, or gone."""
-    with ranks(_compute, COMPUTING_AT_ONCE + 1, tmp_path / "computing") as tests:
-        waiting = {test.connection: test for test in tests}
-        while len(waiting) > 1:
-            for connection in wait(list(waiting)):
-                assert waiting.pop(connection).hear() == "computes"
-        (last,) = waiting.values()
-        assert not last.connection.poll(0.1)
-        next(test for test in tests if test is not last).signal(signal.SIGKILL)
-        assert last.hear() == "computes"
 
 
 def test_a_test_that_fails_again_fails(run_again):

@@ -32,8 +32,6 @@ from tests.data.failing import (
     take_until,
 )
 
-pytestmark = pytest.mark.waits
-
 
 def test_a_hung_worker_says_where_it_is_before_it_is_killed(hangs_are_shown):
     """Its stack is in the log, down to the line of the dataset."""

@@ -43,8 +43,6 @@ from tests.data.failing import (
 )
 from tests.processes import poll
 
-pytestmark = pytest.mark.waits
-
 
 def test_messages_to_workers_come_in_order_and_nobody_waits():
     """Small ones are written at once; those that do not fit into the pipe, and all after them, by a thread."""

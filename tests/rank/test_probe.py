@@ -9,8 +9,6 @@ from tests.processes import run_ranks
 
 from .failing_probe import run_here
 
-pytestmark = pytest.mark.waits
-
 LIMIT_S = 2.0
 SLACK_S = 20.0  # of a machine with other work; a rank that is waited for would take minutes
 

@@ -344,7 +344,6 @@ def resident_bytes(pid):
         return int(file.read().split()[1]) * 4096
 
 
-@pytest.mark.waits
 def test_slow_is_not_hung(tmp_path):
     """A rank many times slower, a long first step or evaluation, a pause of all: nothing is repaired."""
     settings = (

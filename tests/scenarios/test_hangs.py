@@ -11,8 +11,6 @@ from tests.scenarios.conftest import STEPS
 from tests.scenarios.harness import WORKLOAD, Run, poll
 from tests.scenarios.workload import HOLD_NAME, TROUBLE_NAME
 
-pytestmark = pytest.mark.waits
-
 HOOKED = """
 import os, pathlib, time
 from tests.scenarios.workload import PacedTask

@@ -5,12 +5,8 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-import pytest
-
 from tests.scenarios.conftest import PATIENT
 from tests.scenarios.harness import Run, poll
-
-pytestmark = pytest.mark.waits
 
 STRANGER = f"{Path(__file__).with_name('stumbling.py')}:Stumbling"
 STEPS = 40

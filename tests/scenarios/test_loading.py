@@ -14,8 +14,6 @@ from tests.scenarios.conftest import LONG, LONG_STEPS, PATIENT, SETTINGS
 from tests.scenarios.harness import Run, assert_every_sample_once, poll
 from tests.scenarios.workload import HOLD_NAME
 
-pytestmark = pytest.mark.waits
-
 TROUBLE = "trouble"
 STREAM = f"{Path(__file__).with_name('streaming.py')}:StreamTask"
 BREAKING = f"{Path(__file__).with_name('breaking.py')}:BreakingTask"

@@ -223,7 +223,6 @@ def free_port():
             return port
 
 
-@pytest.mark.waits
 def test_ranks_that_are_started_by_hand_resume_when_they_are_started_again(
     fault_free, tmp_path, monkeypatch
 ):

@@ -153,7 +153,6 @@ def test_what_a_dataset_opens_is_opened_in_workers_only(tmp_path):
     assert run.summary()["exact"] is True
 
 
-@pytest.mark.waits
 @pytest.mark.parametrize(("how", "workers"), [("raise", 1), ("hang", 1), ("kill", 0)])
 def test_a_first_sample_that_does_not_load_is_not_compared(tmp_path, how, workers):
     """It is replaced when its turn comes, as any other."""

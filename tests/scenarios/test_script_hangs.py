@@ -8,8 +8,6 @@ import pytest
 
 from .test_scripts import TRAIN, run_script
 
-pytestmark = pytest.mark.waits
-
 # One optimizer step on each rank, and then what a test wants.
 ONE_STEP = """
 import os, sys, threading, time

@@ -166,7 +166,6 @@ HARMS = (
 )
 
 
-@pytest.mark.waits
 def test_all_start_again_from_the_script_s_own_checkpoint(tmp_path, fault_free):
     """Whichever rank is lost, and however; with the weights of a run without faults."""
     for place, harm in HARMS:
@@ -263,7 +262,6 @@ def test_a_stop_reaches_each_rank_and_has_an_end(tmp_path):
     assert len(list(tmp_path.glob("asked_*"))) == 2
 
 
-@pytest.mark.waits
 def test_a_rank_that_runs_on_when_others_have_ended_is_named(tmp_path):
     """And waited for: it may be at work on something of its own."""
     script = tmp_path / "own.py"

@@ -16,8 +16,6 @@ from tests.scenarios.harness import Run, assert_every_sample_once, poll
 from tests.scenarios.test_phases import KIND, reported_step
 from tests.scenarios.workload import TROUBLE_NAME
 
-pytestmark = pytest.mark.waits
-
 TASK = f"{Path(__file__).with_name('silenced.py')}:SilencedTask"
 WORLD = 3
 LATE = 1  # silenced.SLOW_RANK, whose import would make gloo silent here too: is ahead of others where those are cut first

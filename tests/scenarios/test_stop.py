@@ -6,13 +6,9 @@ import contextlib
 import signal
 import time
 
-import pytest
-
 from tests.scenarios.conftest import LONG, LONG_STEPS, STEPS
 from tests.scenarios.conftest import WITHOUT_WORKERS as SETTINGS
 from tests.scenarios.harness import Run, poll
-
-pytestmark = pytest.mark.waits
 
 CODES = {
     signal.SIGINT: (130, "interrupted"),

@@ -60,7 +60,6 @@ def test_a_storm_within_one_step_is_repaired(calm, tmp_path, world, names):
     assert " in 0.5 s" not in run.console
 
 
-@pytest.mark.waits
 def test_nobody_waits_for_a_stopped_rank_nor_for_the_last_answer(calm, tmp_path):
     """It is ended as soon as it is to leave, and who was killed is followed while one is still at work."""
     steps = ("--max-steps", 3)

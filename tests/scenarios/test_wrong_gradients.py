@@ -9,8 +9,6 @@ import pytest
 from tests.scenarios.conftest import LONG, WITHOUT_WORKERS
 from tests.scenarios.harness import Run
 
-pytestmark = pytest.mark.waits
-
 SETTINGS = (*WITHOUT_WORKERS, *LONG)
 HIDDEN = Path(__file__).with_name("hidden.py")
 # Of two ranks the second is drilled at the second of each pair of steps.

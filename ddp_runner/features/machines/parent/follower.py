@@ -89,6 +89,8 @@ _KEPT_WORDS = 5_000  # characters of what a process said last; up to twelve byte
 
 Report = Callable[[NodeMessage], None]
 
+_LEASES_WITHOUT_RANKS = 2.25  # in which an answer may come
+
 
 class Herald:
     """Replaces the recorder: shows lines here and sends them to the coordinator."""
@@ -252,6 +254,15 @@ class Follower:
     def unanswered_s(self) -> float:
         """How long the coordinator has heard nothing of this machine, as far as it has said."""
         return (self._clock.boottime_ns() - self._lease_from_ns) / 1e9
+
+    @property
+    def answered_within_s(self) -> float:
+        """The seconds after which a coordinator that does not answer is lost: the lease, and longer without ranks.
+
+        No lease is at stake then: after a pause the coordinator, which may be at its end, has time to answer.
+        """
+        has_ranks = any(handle.is_alive for handle in self.handles)
+        return self.lease_s if has_ranks else _LEASES_WITHOUT_RANKS * self.lease_s
 
     def _renew_lease(self, number: int) -> None:
         """The coordinator has heard look ``number``, and takes this machine for there from then on."""

@@ -566,10 +566,7 @@ class _FollowerLoop:
         self._link.flush()
         mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._link.wants_to_write else 0)
         self._selector.modify(self._link, mask, (self._link, None))
-        # Without ranks no lease is at stake: after a pause the coordinator, which may be at its end, has time to answer.
-        has_ranks = any(handle.is_alive for handle in follower.handles)
-        silent_s = 0.0 if has_ranks or self._welcome is None else self._welcome.silent_s
-        if (since_s := follower.unanswered_s) > follower.lease_s + silent_s:
+        if (since_s := follower.unanswered_s) > follower.answered_within_s:
             raise LinkLostError(f"it has not answered for {since_s:.1f} s")
 
     def _coordinator_has_formed(self, node: Node, term: str) -> None:

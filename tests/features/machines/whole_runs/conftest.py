@@ -25,12 +25,11 @@ SETTINGS = (
 
 
 def pytest_collection_modifyitems(items):
-    """What starts nodes is a whole run, and waits for what machines do."""
+    """What starts nodes is a whole run."""
     folder = f"{Path(__file__).parent}/"
     for item in items:
         if str(item.path).startswith(folder) and "nodes" in item.fixturenames:
             item.add_marker(pytest.mark.whole_run)
-            item.add_marker(pytest.mark.waits)
 
 
 def free_port():

@@ -27,8 +27,6 @@ from tests.scenarios.harness import (
     processes_with,
 )
 
-pytestmark = pytest.mark.waits
-
 # Loopback in each, and a bridge between them; all of it ends with the last process in here.
 NETWORK = """
 set -e
