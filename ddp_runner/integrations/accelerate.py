@@ -44,11 +44,11 @@ from ddp_runner.integrations.framework_run import (
     LOCAL_RANK,
     RUN,
     Draws,
-    batch_size_of,
     loss_scaler,
     refuse,
     show_one_process,
 )
+from ddp_runner.training.own_loop.batches import batch_size_of
 
 show_one_process()
 

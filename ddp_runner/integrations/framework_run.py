@@ -41,12 +41,6 @@ def loss_scaler(scaler: Any) -> dict[str, Any]:
     return {} if scaler is None else {"scaler": scaler}
 
 
-def batch_size_of(loader: Any) -> int:
-    """Return the number of samples of a batch of a DataLoader; 1 if it does not know it."""
-    sampler = getattr(loader, "batch_sampler", None)
-    return int(getattr(loader, "batch_size", None) or getattr(sampler, "batch_size", None) or 1)
-
-
 def named_by_kind(objects: Iterable[Any]) -> dict[str, Any]:
     """Return the objects by the names of their classes; a second one of a class gets a number too."""
     found: dict[str, Any] = {}

@@ -27,7 +27,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 import ddp_runner
-from ddp_runner.integrations.framework_run import Draws, batch_size_of, loss_scaler, refuse
+from ddp_runner.integrations.framework_run import Draws, loss_scaler, refuse
 from ddp_runner.integrations.lightning_limits import why_not_loader
 from ddp_runner.integrations.lightning_logged import CELLS, Logged
 from ddp_runner.integrations.lightning_logged import USED as USED_FOR_LOGS
@@ -40,6 +40,7 @@ from ddp_runner.integrations.lightning_values import (
     go_on_with_rows,
     remove_begun,
 )
+from ddp_runner.training.own_loop.batches import batch_size_of
 
 # What else is looked up by name: the class -> its attributes, which the next version may lack.
 USED: dict[type[Any], tuple[str, ...]] = {

@@ -30,7 +30,6 @@ import ddp_runner
 from ddp_runner.integrations.framework_run import (
     RUN,
     Draws,
-    batch_size_of,
     loss_scaler,
     refuse,
     show_one_process,
@@ -48,6 +47,7 @@ from ddp_runner.integrations.transformers_progress import (
     Progress,
     sum_over_ranks,
 )
+from ddp_runner.training.own_loop.batches import batch_size_of
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Base

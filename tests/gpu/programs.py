@@ -1,4 +1,4 @@
-"""Programs of users on one GPU, under every way to run them: their own loops, frameworks in place, the demo, eight ranks."""
+"""Programs of users on one GPU: their own loops, frameworks in place; and eight ranks of a task."""
 
 from __future__ import annotations
 
@@ -75,10 +75,9 @@ def _programs(facts, folder):
 
 def _eight(facts, folder):
     """As many ranks as a machine has GPUs, on one of them."""
-    where = () if rehearses() else ("-g", ",".join("0" * 8), "ddp.backend=gloo")
     words = (*EXACT, "use_amp=false", "num_workers=0", "--max-steps", 40)
     runs = [
-        Launch(folder / kind, *words, *inject(harm), task="Normed", world=8, where=where)
+        Launch(folder / kind, *words, *inject(harm), task="Normed", world=8)
         for kind, harm in (("eight_plain", ()), ("eight", EIGHT))
     ]
     finish(runs, limit_s=min(EIGHT_S, facts.left_s - 3))

@@ -120,18 +120,6 @@ def _measure(facts, folder):
             fault_free["fault_free_2"],
             [["out_of_memory", 1], ["out_of_memory", 0]],
         ),
-        "named_twice": (
-            Launch(
-                folder / "tw",
-                *TWO,
-                *words,
-                task="Normed",
-                world=2,
-                where=("-g", "0,0", "ddp.backend=gloo"),
-            ),
-            fault_free["fault_free_2"],
-            [],
-        ),
     }
     finish([run for run, _, _ in last.values()], limit_s=min(LAST_S, facts.left_s - 3))
     for name, (run, like, culprits) in last.items():

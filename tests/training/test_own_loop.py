@@ -1001,28 +1001,6 @@ def test_gradients_of_gradients_carry_no_signal(run):
     assert run.step_number == 3
 
 
-def test_what_is_set_behind_the_update_is_there_behind_the_block(run):
-    """As where a function makes the whole step: the first body of a launch is not for nothing then."""
-    model, optimizer = parts()
-    net = run.ddp(model)
-    run.keep(model=model, optimizer=optimizer)
-
-    def train(x, y):
-        loss = (net(x) - y).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    losses = []
-    for x, y in run.steps(DATA, max_steps=3):
-        with run.step():
-            loss = train(x, y)
-        losses.append(loss.item())
-        del loss
-    assert len(losses) == run.step_number == 3
-
-
 class Counting(nn.Linear):
     """Uses how often it was called, which its state dict has not."""
 
@@ -1070,9 +1048,9 @@ def test_one_rank_that_rehearses_nothing_is_not_proved(tmp_path, reads_late):
     assert summary["exact"] is not reads_late, summary["inexact_reasons"]
 
 
-@pytest.mark.parametrize("way", ["while", "generator"])
-def test_other_forms_of_a_loop_may_read_late_too(run, way):
-    """With ``next()``, and over a generator of the program's own."""
+@pytest.mark.parametrize("way", ["for", "while", "generator"])
+def test_what_is_set_behind_the_update_is_there_behind_the_block(run, way):
+    """As where a function makes the whole step: the first body of a launch is not for nothing then, in no form of loop."""
     model, optimizer = parts()
     net = run.ddp(model)
     run.keep(model=model, optimizer=optimizer)
@@ -1090,6 +1068,11 @@ def test_other_forms_of_a_loop_may_read_late_too(run, way):
             with run.step():
                 done = train(x, y)
             assert done
+    elif way == "for":
+        for x, y in run.steps(DATA, max_steps=2):
+            with run.step():
+                result = train(x, y)
+            assert result
     else:
         batches = iter(run.steps(DATA, max_steps=2))
         while (batch := next(batches, None)) is not None:
