@@ -298,9 +298,10 @@ MUTATIONS = (
         after="def beside(",
     ),
     _break(
-        "proved-or-said",
-        "group.world_size == 1 or ",
+        "unrehearsed-says-so",
+        "group.world_size > 1 and ",
         "",
+        after="sums_in_forward = any(",
     ),
     _break(
         "bound-where-read",

@@ -371,3 +371,37 @@ def test_what_a_step_is_surrounded_by_ends_with_its_generation(monkeypatch):
     assert share.gradients == notes.share().gradients
     assert len(share.samples) == 1
     assert watched.gradient is None
+
+
+@pytest.mark.parametrize(
+    ("rehearses", "how", "reported"),
+    [
+        (False, {}, False),
+        (False, {"ranks": 1}, True),
+        (False, {"drill_at": ()}, True),
+        (False, {"layer": nn.SyncBatchNorm(1)}, True),
+        (False, {"ranks": 1, "step": 1}, False),
+        (True, {"ranks": 1}, False),
+    ],
+    ids=["drills", "one rank", "drills off", "no drills", "from the start", "rehearsed"],
+)
+def test_a_loop_that_nothing_proves_says_so(monkeypatch, rehearses, how, reported):
+    """Once it goes on from a state: a loop that rehearses nothing, where no drill compares its steps."""
+    how = {"ranks": 2, "drill_at": (2,), "layer": nn.Linear(1, 1), "step": 5, **how}
+    said = []
+    monkeypatch.setattr(repeat_check, "report_inexact", lambda _, why: said.append(why))
+    monkeypatch.setattr(repeat_check, "report_repeated", lambda *_: None)
+    parts = SimpleNamespace(
+        state=SimpleNamespace(model=nn.Sequential(how["layer"]), carried=[]),
+        settings=SimpleNamespace(stage=None, recovery=SimpleNamespace(drill_at=how["drill_at"])),
+        workload=SimpleNamespace(length=SimpleNamespace(first_step=0)),
+        runtime=SimpleNamespace(slot=make_slot()),
+    )
+    group = SimpleNamespace(
+        rank=0,
+        world_size=how["ranks"],
+        membership=SimpleNamespace(generation=1),
+        exchange=lambda _, value: [value],
+    )
+    RepeatCheck(parts, rehearses=lambda: rehearses).after(how["step"], group, at_end=False)
+    assert [one.startswith("not proved") for one in said] == [True] * reported
