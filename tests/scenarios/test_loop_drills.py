@@ -13,6 +13,9 @@ from tests.scenarios.test_attached import LOOPS, final, run_loop
 DRILLED = LOOPS / "drilled.py"
 
 
+WAITS = ("--waits-at-4", "--waits-at", 8)
+
+
 def run_drilled(folder, *words, drills="2,5", options=()):
     """The loop of this test, in a folder of its own."""
     folder.mkdir(exist_ok=True)
@@ -32,6 +35,13 @@ def without_drills(tmp_path_factory, worker_id):
     return final(filled_once(tmp_path_factory, worker_id, make, "a loop without drills"))
 
 
+def both_drills(run, event="drill"):
+    """Wait for the drills of steps 2 and 5. The loop waits between them: of two that are ready only the newer one is made."""
+    run.wait_for_event(event, step=2)
+    (run.folder / "first").touch()
+    run.wait_for_event(event, step=5)
+
+
 def go(run):
     """Let the loop pass the step at which it waits."""
     (run.folder / "go").touch()
@@ -39,9 +49,8 @@ def go(run):
 
 def test_what_a_loop_does_on_rank_0_is_done_once(tmp_path, without_drills):
     """Each drill is of another rank, has its number, ends inside the body, and changes no bit of the run."""
-    with run_drilled(tmp_path, "--waits-at", 8) as run:
-        for step in (2, 5):
-            run.wait_for_event("drill", step=step)
+    with run_drilled(tmp_path, *WAITS) as run:
+        both_drills(run)
         go(run)
         assert run.wait() == 0, run.console
     assert final(tmp_path) == without_drills
@@ -86,9 +95,8 @@ def test_whoever_is_killed_around_a_drill_no_step_is_lost(tmp_path, without_dril
 
 def test_a_drill_gets_what_its_rank_got_from_the_others(tmp_path):
     """A sum before the first backward, asked for by the run: the repair is proved."""
-    with run_drilled(tmp_path, "--waits-at", 8, "--asks", "the run", drills="2,5,8") as run:
-        for step in (2, 5):
-            run.wait_for_event("drill", step=step)
+    with run_drilled(tmp_path, *WAITS, "--asks", "the run", drills="2,5,8") as run:
+        both_drills(run)
         run.signal(signal.SIGKILL, run.rank_pid(1))
         go(run)
         assert run.wait() == 0, run.console
@@ -106,9 +114,8 @@ def test_a_drill_gets_what_its_rank_got_from_the_others(tmp_path):
 )
 def test_hidden_state_is_found_and_what_cannot_be_drilled_is_said(tmp_path, flag, said, reason):
     """A counter of the program's: with a parameter's name. A sum over ranks before the first backward is no finding."""
-    with run_drilled(tmp_path, "--waits-at", 8, flag) as run:
-        for step in (2, 5):
-            run.wait_for_event("drill_skipped" if said else "drill", step=step)
+    with run_drilled(tmp_path, *WAITS, flag) as run:
+        both_drills(run, "drill_skipped" if said else "drill")
         go(run)
         assert run.wait() == 0, run.console
     summary = run.summary()
@@ -124,9 +131,8 @@ def test_hidden_state_is_found_and_what_cannot_be_drilled_is_said(tmp_path, flag
 @pytest.mark.parametrize("rate", ["environment", "iterator"])
 def test_a_rate_that_follows_a_hidden_count_is_found(tmp_path, rate):
     """All ranks are killed: they agree with each other, and not with the run without faults, which is said."""
-    with run_drilled(tmp_path, "--waits-at", 8, "--rate", rate) as run:
-        for step in (2, 5):
-            run.wait_for_event("drill", step=step)
+    with run_drilled(tmp_path, *WAITS, "--rate", rate) as run:
+        both_drills(run)
         assert run.console.count("would not compute the same update at step 2: first in lr of") == 1
         assert "would not compute the same update at step 5" not in run.console
         for rank in (0, 1):
@@ -144,9 +150,8 @@ def test_a_rate_that_follows_a_hidden_count_is_found(tmp_path, rate):
 
 def test_a_rate_that_follows_a_kept_count_is_exact_through_a_repair(tmp_path):
     """Its drills make the update, and pass, before a repair and after it."""
-    with run_drilled(tmp_path, "--waits-at", 8, "--rate", "kept", drills="2,5,8") as run:
-        for step in (2, 5):
-            run.wait_for_event("drill", step=step)
+    with run_drilled(tmp_path, *WAITS, "--rate", "kept", drills="2,5,8") as run:
+        both_drills(run)
         run.signal(signal.SIGKILL, run.rank_pid(1))
         go(run)
         assert run.wait() == 0, run.console
@@ -158,10 +163,9 @@ def test_a_rate_that_follows_a_kept_count_is_exact_through_a_repair(tmp_path):
 
 def test_what_a_drill_has_found_makes_a_resume_inexact(tmp_path):
     """The finding is in the checkpoint; without another process the run itself is exact."""
-    words = ("--waits-at", 8, "--rate", "environment")
+    words = (*WAITS, "--rate", "environment")
     with run_drilled(tmp_path, *words) as run:
-        for step in (2, 5):
-            run.wait_for_event("drill", step=step)
+        both_drills(run)
         run.signal(signal.SIGTERM)
         go(run)
         assert run.wait() == 75, run.console

@@ -49,6 +49,7 @@ parser.add_argument("--steps", type=int, default=48)
 parser.add_argument(
     "--waits-at", type=int, default=0, help="and at each later step, for a file: go"
 )
+parser.add_argument("--waits-at-4", action="store_true", help="and later, for a file: first")
 parser.add_argument("--waits-s", type=float, default=600.0, help="at each at most")
 parser.add_argument("--hidden", action="store_true")
 parser.add_argument(
@@ -108,6 +109,9 @@ def linger():
 
 def wait(run):
     began_s = time.monotonic()
+    while args.waits_at_4 and run.step_number >= 4 and not Path("first").exists():
+        run.alive()
+        time.sleep(0.01)
     while args.waits_at and run.step_number >= args.waits_at and not Path("go").exists():
         if time.monotonic() > began_s + args.waits_s:
             break
