@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from ddp_runner.checkpoint.background import BackgroundSaver
+from ddp_runner.checkpoint.manifest import CheckpointFacts
 from ddp_runner.checkpoint.snapshot import size_in_memory
-from ddp_runner.checkpoint.store import CheckpointStore
+from ddp_runner.checkpoint.store import CheckpointStore, Saved
 from ddp_runner.core.injection import changes_loss
 from ddp_runner.data.loader import MicroBatch
 from ddp_runner.data.source import copied
@@ -334,7 +335,7 @@ class Drills(BesideSteps):
             disk = cast("Disk", _Unsynced(self._runtime.disk))
             store = CheckpointStore(folder, keep_last=1, disk=disk)
             facts = self._saving.facts(state, REASON)
-            write = partial(store.save, facts=facts)
+            write = partial(self._write_state, store, step, facts)
             saver = BackgroundSaver()
             try:
                 saver.begin(state, steady=self._state.steady_tensors(), write=write).prove()
@@ -344,6 +345,14 @@ class Drills(BesideSteps):
                 self._saver, self._step = saver, step
         if problem:
             self._report_part(step, STATE, problem)
+
+    def _write_state(
+        self, store: CheckpointStore, step: int, facts: CheckpointFacts, content: dict[str, Any]
+    ) -> Saved:
+        """Thread of the save: write, and report it at once, because the next step may be long in coming."""
+        saved = store.save(content, facts=facts)
+        self._report_part(step, STATE, "")
+        return saved
 
     def _lacks_memory(self, state_bytes: int) -> str:
         """Return why there is no room for a second process with this state; an empty text if there is."""
@@ -367,17 +376,19 @@ class Drills(BesideSteps):
         return ""
 
     def _collect(self, saver: BackgroundSaver, timeout_s: float = 0.0) -> None:
-        """Report the state once it is written, or once writing has failed."""
+        """Take the save once it has ended, and report a failure of it."""
         ended = saver.take_ended(timeout_s)
         if ended is None:
             return
-        self._saver, problem = None, ""
+        self._saver = None
         try:
             ended.result()
         except FaultError as error:
             problem = error.fault.cause
         except Exception as error:  # noqa: BLE001 - top of the thread that wrote: no drill is worth a run
             problem = f"its state could not be written ({type(error).__name__}: {error})"
+        else:
+            return
         self._report_part(self._step, STATE, problem)
 
     def _report_part(self, step: int, part: str, problem: str) -> None:

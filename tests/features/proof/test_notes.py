@@ -133,7 +133,9 @@ def test_state_and_share_of_a_step_are_written_beside_it(tmp_path):
     bench.step()
     before = {name: value.clone() for name, value in bench.state.weights().items()}
     reported = bench.until_reported(2)
-    assert reported == [DrillPart(rank=0, step=2, part=part) for part in ("share", "state")]
+    assert {one.part: one for one in reported} == {
+        part: DrillPart(rank=0, step=2, part=part) for part in ("share", "state")
+    }
     folder = tmp_path / folder_name(2)
     loaded = CheckpointStore(folder / STATE_FOLDER, keep_last=1).load("auto")
     assert loaded.manifest.step == 2
@@ -142,6 +144,15 @@ def test_state_and_share_of_a_step_are_written_beside_it(tmp_path):
     record = json.loads((folder / "share.json").read_text(encoding="utf-8"))
     assert (record["rank"], record["world_size"]) == (0, 1)
     assert OwnShare.from_record(record["share"]).gradients == {}
+
+
+def test_a_state_is_reported_although_no_step_follows(tmp_path):
+    """A loop may wait between two steps, or a step take minutes: the drill of the one before is made meanwhile."""
+    bench = Bench(tmp_path, drill_at="1")
+    bench.step()
+    bench.step()
+    poll(lambda: len(bench.reported) == 2, what=f"both parts, not {bench.reported}")
+    assert {one.part for one in bench.reported} == {"share", "state"}
 
 
 @pytest.mark.parametrize("is_short", [False, True])
