@@ -2,8 +2,8 @@
 
     python benchmarks/attached.py [--rounds 5] [--widths 128,512]
 
-Prints, for each width, the median milliseconds of a step of either, round by round, and their ratio; then,
-at three ranks, the seconds from each of five SIGKILLs to the ranks that train again, as summary.json has them.
+Prints, for each width, the milliseconds of a step of either, round by round, and the ratio of their steps per
+second; then, at three ranks, the seconds from each of five SIGKILLs to the ranks that train again, as summary.json has them.
 """
 
 from __future__ import annotations
@@ -39,14 +39,17 @@ def run_command(folder: str, ranks: int) -> list[str]:
 
 
 def pace_ms(*words: str, attached: bool) -> float:
-    """The median time of a step, of a run of its own."""
+    """The mean time of a step, of a run of its own.
+
+    Not the median: with two ranks on two cores some steps wait for a slice of the scheduler's time and most do not.
+    """
     with tempfile.TemporaryDirectory() as folder:
         plain = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", LOOP]
         command = run_command(folder, 2) if attached else [sys.executable, *plain]
         subprocess.run(
             [*command, *words], check=True, env=environment(folder), capture_output=True, cwd=folder
         )
-        return float(json.loads(Path(folder, "pace.json").read_text())["median_ms"])
+        return float(json.loads(Path(folder, "pace.json").read_text())["mean_ms"])
 
 
 def repair_s(kills: int) -> list[float]:
