@@ -21,6 +21,37 @@ import pathlib, time
 while not pathlib.Path("go").exists():
     time.sleep(0.05)
 """
+TALLIED = """
+import os, signal, torch, ddp_runner
+
+
+class Tally:
+    loss = 0.0
+
+    def state_dict(self):
+        return {"loss": self.loss}
+
+    def load_state_dict(self, state):
+        self.loss = state["loss"]
+
+
+run = ddp_runner.attach()
+model, tally = torch.nn.Linear(4, 1), Tally()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+net = run.ddp(model)
+run.keep(model=model, optimizer=optimizer, tally=tally)
+data = torch.utils.data.TensorDataset(torch.randn(40, 4))
+for (x,) in run.steps(run.loader(data, batch_size=2), max_steps=8):
+    with run.step():
+        loss = net(x).square().mean()
+        loss.backward()
+        if run.step_number == 4 and run.rank == 0 and not os.path.exists("killed"):
+            open("killed", "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        optimizer.step()
+        optimizer.zero_grad()
+        tally.loss += LOSS
+"""
 DOCUMENTS = "test_the_documents_loop_that_plays_is_exact"
 
 
@@ -114,6 +145,18 @@ def test_a_loop_that_forgets_what_it_plays_is_inexact_and_named(tmp_path):
     (reason,) = run.summary()["inexact_reasons"]
     assert "`cart.at` (playing.py:" in reason
     assert "could not be kept over a repair" in reason
+
+
+@pytest.mark.parametrize(("added", "is_own"), [("loss.item()", True), ("1.0", False)])
+def test_state_of_each_rank_is_lost_before_any_save(tmp_path, added, is_own):
+    """It is kept, and no save has compared it; right after the repair both ranks have that of rank 1."""
+    (tmp_path / "loop.py").write_text(TALLIED.replace("LOSS", added), encoding="utf-8")
+    with run_loop(tmp_path, loop=tmp_path / "loop.py") as run:
+        assert run.wait() == 0, run.console
+    assert [one["kind"] for one in run.summary()["faults"]] == ["rank_killed"]
+    reasons = run.summary()["inexact_reasons"]
+    assert len(reasons) == is_own, reasons
+    assert all("kept.tally, which each rank has its own of" in one for one in reasons)
 
 
 def test_a_task_that_plays_is_exact_and_drilled(tmp_path):

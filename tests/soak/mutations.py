@@ -631,6 +631,7 @@ MUTATIONS = (
     _break("no-blame-without-evidence", "found.had_data and", "True and"),
     _break("no-blame-without-evidence", "found.agrees and case.are_alike", "case.are_alike"),
     _break("no-blame-without-evidence", "found.agrees and case.are_alike", "found.agrees"),
+    _break("alike-when-received", "if not side.is_as_received:", "if True:"),
     _break("no-silent-drill", "self._report_part(step, STATE, STILL_WRITTEN)", "pass"),
     _break(
         "drilled-where-it-is", "first <= drilled < first + membership", "0 <= drilled < membership"

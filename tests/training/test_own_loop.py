@@ -903,6 +903,23 @@ def test_functions_begin_again_from_what_they_found():
     assert state.buffers.followed_names() == [], "no step has written one"
 
 
+def test_a_step_after_functions_leaves_nothing_where_it_is_given_up():
+    """A count in the model, which forward and functions change: both begin from what it was before the functions."""
+    model, *_, state = two_optimizers()
+    model.calls = model.evaluations = 0
+    for step in range(1, 9):
+        state.committed_step = step
+        model.calls += 1
+        state.keep_between()
+        state.begin_functions(room_bytes=1e9)
+        model.calls += 10
+        model.evaluations += 1
+        state.end_functions()
+        model.calls += 100
+        state.drop_unfinished_step()
+        assert (model.calls, model.evaluations, state.take_lost()) == (step, 0, []), step
+
+
 @pytest.mark.filterwarnings("ignore:Detected call of")
 @pytest.mark.parametrize(("writes", "committed_step"), [(False, 4), (True, -1)])
 def test_without_room_written_weights_cost_the_state(writes, committed_step):

@@ -271,7 +271,11 @@ class SideComparison:
         differing = {name for name, found in known.items() if len(set(found)) > 1}
         new = sorted(differing - side.differing)
         side.differing |= differing
-        side.has_news = side.was_received = False
+        # INVARIANT alike-when-received: ranks that have just received one state are alike, whatever a lost rank had.
+        # Broken if: such a comparison counts, and a difference that the next step shows is no reason.
+        # Guarded by: test_state_of_each_rank_is_lost_before_any_save.
+        if not side.is_as_received:
+            side.has_news = side.was_received = False
         # What one rank alone has seen change says nothing yet: all follow it, and compare once more.
         side.follow(name for name, found in known.items() if len(found) < len(all_digests))
         if not new or not self._is_first:

@@ -141,6 +141,7 @@ class SideState:
         self._picture: dict[str, Kept] = {}  # of what is not followed
         self._pictured_step = _NO_STEPS
         self._looks = 0
+        self._copies = 0  # that were made with a look
         self._look_s = 0.0
         self._credit_s = 0.0
         self._stepped_s = 0.0
@@ -153,6 +154,7 @@ class SideState:
         ] = []  # of those, what may not be as it was, since a repair or a resume
         self.has_news = False  # something is followed that was not compared with other ranks
         self.was_received = False  # the state of another process, since it was compared
+        self._received_step = 0  # with which it came, or was built
         self._lost: list[str] = []
         self._step = 0
         self._left: list[Any] = []  # of the objects, those that are too many
@@ -252,8 +254,15 @@ class SideState:
         self._take_picture()
         return changed
 
+    @property
+    def is_as_received(self) -> bool:
+        """True if no step was committed since this process has built the state, or received it."""
+        return self._received_step == self._step
+
     def keep(self, step: int = 0) -> None:
         """A step is committed: remember what is followed as it is now; look at the rest, now and then."""
+        if self._received_step == _NO_STEPS:
+            self._received_step = step
         now_s = time.perf_counter()
         passed_s, self._stepped_s = now_s - self._stepped_s, now_s
         self._credit_s = min(self._credit_s + LOOK_SHARE * passed_s, 2 * self._look_s)
@@ -297,6 +306,20 @@ class SideState:
                 self._lost.append(name)
         self.doubtful = list(self.opaque)
         self._take_picture()
+
+    def copied(self) -> Mapping[str, Kept]:
+        """Return what there is now, in memory that no later :meth:`keep` uses, before something else than a step changes it."""
+        if self._copies < LOOKS_AT_FIRST:
+            self.look_again()
+            self._copies += 1
+        seen = self._picture if self._pictured_step == self._step else {}
+        return {**seen, **{name: self._now(name) for name in self._followed}}
+
+    def go_back(self, copied: Mapping[str, Kept]) -> None:
+        """Put everything back as it was when it was :meth:`copied`; what was not in view then is lost."""
+        self._lost += [name for name in self._followed if name not in copied]
+        self._followed |= {name: kept for name, kept in copied.items() if name in self._followed}
+        self.drop()
 
     def take_lost(self) -> list[str]:
         """What could not be put back, or taken over, since this was asked last."""
@@ -347,6 +370,7 @@ class SideState:
         """Take over a record of another process, or of before. ``is_begin``: no step has changed anything yet."""
         self._owners = self._walk()
         self.was_received = not is_begin
+        self._received_step = _NO_STEPS  # known with the next keep()
         self._note_used()
         self.opaque = sorted({*self.opaque, *record.get("used", ())})
         self.doubtful = [] if is_begin else list(self.opaque)

@@ -358,7 +358,7 @@ class KeptState(TrainState):
         Where there is none, torch's count of changes says whether they have changed one.
         """
         self.functions_called_at = self.committed_step
-        others = {name: kept_of(value) for name, value in self._kept.others.items()}
+        beside = self.side.copied()
         options = [_options_of(group) for group in self.optimizer.param_groups]
         buffers = [(one, one.clone()) for one in self.buffers.live()]
         has_room = self.buffers.hold_all_bytes() <= room_bytes
@@ -370,8 +370,7 @@ class KeptState(TrainState):
             self.buffers.put_back_all(held)
             for live, was in buffers:
                 live.copy_(was)
-            for name, value in others.items():
-                value.given_back(self._kept.others[name])
+            self.side.go_back(beside)
             self.put_flags(flags)
             self._put_back(options)
             return is_whole
