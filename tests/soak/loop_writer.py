@@ -32,7 +32,7 @@ def harm(run, where):
 
 class Tally:
     def __init__(self):
-        self.loss, self.count, self.best = 0.0, 0, float("inf")
+        self.drawn, self.count, self.best = 0.0, 0, float("inf")
 
     def state_dict(self):
         return dict(vars(self))
@@ -63,6 +63,8 @@ MODELS = {
     "recurrent": "Recurrent()",
     "tied": "Tied()",
     "skips": "Skips()",
+    "queue": "Queue()",
+    "hooked": "hooked(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1)))",
 }
 CLASSES = {
     "counts": """
@@ -100,6 +102,35 @@ CLASSES = {
 
             def forward(self, inputs):
                 return self.last(self.b(self.a(inputs).relu()).relu())
+        """,
+    "queue": """
+        class Queue(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 1)
+                self.register_buffer("keys", torch.zeros(6, 8), persistent=False)
+                self.at, self.seen = 0, []
+
+            def forward(self, inputs):
+                hidden = self.first(inputs)
+                if self.training:
+                    self.keys[self.at % 6] = hidden.detach().mean(0)
+                    self.at += 1
+                    self.seen.append(self.at * 0.1)
+                    del self.seen[:-4]
+                return self.last(hidden + 0.1 * self.keys.mean(0)) + 1e-3 * sum(self.seen)
+        """,
+    "hooked": """
+        def hooked(model):
+            model.count = 0
+
+            def count(module, given):
+                if module.training:
+                    module.count += 1
+                    return (given[0] * (1 + 0.01 * (module.count % 4)),)
+
+            model.register_forward_pre_hook(count)
+            return model
         """,
     "skips": """
         class Skips(nn.Module):
@@ -144,6 +175,10 @@ SCHEDULES = {
         "",
         "optimizer.param_groups[0]['lr'] = 0.01 / (1 + 0.1 * run.step_number)",
     ),
+    "late": (
+        "torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.8)",
+        "",
+    ),
     "plateau": (
         "torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)",
         "",
@@ -153,6 +188,9 @@ LOADERS = {
     "ours": "run.loader(data, batch_size=BATCH)",
     "ours with workers": "run.loader(data, batch_size=BATCH, num_workers=1)",
     "own": "DataLoader(data, batch_size=BATCH, sampler=DistributedSampler(data, run.world_size, run.rank), drop_last=True)",
+    "own with workers": "DataLoader(data, batch_size=BATCH, sampler=DistributedSampler(data, run.world_size, run.rank),"
+    " num_workers=1, drop_last=True)",
+    "seeded": "DataLoader(data, batch_size=BATCH, shuffle=True, generator=torch.Generator().manual_seed(run.rank), drop_last=True)",
     "list": "[(a, b) for a, b in zip(x[run.rank::run.world_size].split(BATCH), y[run.rank::run.world_size].split(BATCH))]",
 }
 # What happens to a batch before its block; what of the loss; what between backward and the update; what after it.
@@ -167,6 +205,7 @@ LOSSES = {
     "plain": "loss = F.mse_loss(net(inputs), labels)",
     "bf16": "with torch.autocast('cpu', dtype=torch.bfloat16):\n    loss = F.mse_loss(net(inputs).float(), labels)",
     "penalty": "loss = F.mse_loss(net(inputs), labels) + 1e-3 * sum(p.square().sum() for p in model.parameters())",
+    "target": "with torch.no_grad():\n    wanted = target(inputs)\nloss = F.mse_loss(net(inputs), 0.9 * labels + 0.1 * wanted)",
     "two views": "loss = F.mse_loss(net(torch.cat([inputs, inputs + 0.1])), labels.repeat(2, 1))",
     "teacher": "with torch.no_grad():\n    wanted = teacher(inputs)\nloss = F.mse_loss(net(inputs), 0.5 * labels + 0.5 * wanted)",
 }
@@ -181,10 +220,27 @@ AFTER = {
     "        mean.lerp_(new, 0.1)",
     "tally": "tally.count += 1",
 }
+# What the function between steps does beside its evaluation.
+BETWEEN = {
+    "counts": "model.evaluations = getattr(model, 'evaluations', 0) + 1",
+    "best": "if found <= tally.best:\n    best.load_state_dict(model.state_dict())",
+    "target": "target.load_state_dict(model.state_dict())",
+    "decays": "for group in optimizer.param_groups:\n    group['weight_decay'] = 0.01 * (1 + run.epoch)",
+    "resets": "optimizer.state.clear()",
+    "draws": "tally.drawn = torch.rand(1, generator=torch.Generator().manual_seed(run.step_number)).item()",
+    "stops": "if run.step_number >= 15:\n    run.stop()",
+}
+# What is done behind the block of a step.
+BEHIND = {
+    "scheduler": "scheduler.step()",
+    "counts": "tally.count += 1",
+    "draws": "tally.drawn = torch.rand(1, generator=torch.Generator().manual_seed(run.step_number)).item()",
+}
+FORGOTTEN = ("scheduler", "ema", "shadow", "tally", "own", "mine", "target", "best")
 STYLES = ("flat", "function", "trainer", "helper")
 
 
-def written(chance):
+def written(chance, *, is_careless=False):
     """Return the text of a loop, what it is made of, and how many steps it makes."""
     model = chance.choice([*MODELS])
     parts = {
@@ -202,11 +258,23 @@ def written(chance):
         "by steps": chance.random() < 0.5,
         "notes": chance.random() < 0.5,
         "sums": chance.random() < 0.4,
+        "between": sorted(chance.sample([*BETWEEN], chance.choice((0, 0, 1, 2)))),
+        "behind": chance.choice(("", "", "counts", "draws")),
+        "forgets": sorted(chance.sample(FORGOTTEN, chance.choice((0, 1, 2))))
+        if is_careless
+        else [],
     }
-    if parts["schedule"] == "plateau":
+    if parts["schedule"] == "plateau" or parts["between"]:
         parts["every"] = parts["every"] or "epochs=1"
+    if parts["loss"] == "target" and "target" not in parts["between"]:
+        parts["between"].append("target")
+        parts["every"] = parts["every"] or "steps=5"
     batch, rows = chance.choice((4, 6, 8)), chance.choice((48, 60, 72))
-    per_epoch = rows // 2 // batch if parts["loader"] != "ours" else -(-rows // (2 * batch))
+    per_epoch = rows // 2 // batch
+    if parts["loader"] == "seeded":
+        per_epoch = rows // batch
+    elif "ours" in parts["loader"]:
+        per_epoch = -(-rows // (2 * batch))
     epochs = -(-18 // per_epoch)
     steps = chance.choice((17, 20)) if parts["by steps"] else epochs * per_epoch
     head = HEAD.format(rows=rows, batch=batch, steps=steps)
@@ -226,6 +294,7 @@ def _body(parts, epochs):
                 "harm(run, 'drawn')",
                 ahead,
                 "with run.step():\n" + _in(step),
+                _behind(parts),
                 "harm(run, 'behind')",
             ]
         )
@@ -236,13 +305,13 @@ def _body(parts, epochs):
         "function": lambda: (
             f"def main():\n{_in(_lines([built, loop, end]))}\n\n\nif __name__ == '__main__':\n    main()"
         ),
-        "helper": lambda: _with_helper(built, step, ahead, length, end),
-        "trainer": lambda: _trainer(built, step, ahead, length, end),
+        "helper": lambda: _with_helper(parts, built, step, ahead, length, end),
+        "trainer": lambda: _trainer(parts, built, step, ahead, length, end),
     }
     return text[parts["style"]]() + "\n"
 
 
-def _with_helper(built, step, ahead, length, end):
+def _with_helper(parts, built, step, ahead, length, end):
     """The step is a function that the block calls."""
     helper = f"def train_one(inputs, labels):\n{_in(_lines([step, 'return loss.detach()']))}"
     loop = f"for inputs, labels in run.steps(loader, {length}):\n" + _in(
@@ -252,6 +321,7 @@ def _with_helper(built, step, ahead, length, end):
                 "harm(run, 'drawn')",
                 ahead,
                 "with run.step():\n    train_one(inputs, labels)",
+                _behind(parts),
                 "harm(run, 'behind')",
             ]
         )
@@ -259,12 +329,10 @@ def _with_helper(built, step, ahead, length, end):
     return _lines([built, helper, loop, end])
 
 
-def _trainer(built, step, ahead, length, end):
+def _trainer(parts, built, step, ahead, length, end):
     """All of it is in a class."""
-    names = (
-        "run model teacher optimizer net loader more own mine tally scheduler ema shadow".split()
-    )
-    given = [name for name in names if f"{name} =" in built or f"{name}:" in built]
+    names = "run model teacher optimizer net loader more own mine tally scheduler ema shadow target best".split()
+    given = [name for name in names if f"\n{name} =" in f"\n{built}"]
     kept = _lines(f"self.{name} = {name}" for name in given)
     taken = _lines(f"{name} = self.{name}" for name in given)
     loop = f"for inputs, labels in self.run.steps(self.loader, {length}):\n" + _in(
@@ -274,6 +342,9 @@ def _trainer(built, step, ahead, length, end):
                 "harm(self.run, 'drawn')",
                 _lines(["own = self.own", ahead]) if "own" in given and ahead else ahead,
                 "with self.run.step():\n    self.train_one(inputs, labels)",
+                _lines([taken, _behind(parts)])
+                if parts["behind"] or parts["schedule"] == "late"
+                else "",
                 "harm(self.run, 'behind')",
             ]
         )
@@ -307,12 +378,22 @@ def _built(parts):
     if "average by hand" in parts["after"]:
         shadow = f"shadow = {MODELS[parts['model']]}\nshadow.load_state_dict(model.state_dict())"
         lines.append(f"{shadow}\nshadow.requires_grad_(False)\nmore['shadow'] = shadow")
+    for name in [one for one in ("best", "target") if one in parts["between"]]:
+        twin = f"{name} = {MODELS[parts['model']]}\n{name}.requires_grad_(False)"
+        lines.append(f"{twin}\nmore['{name}'] = {name}")
+    if "target" in parts["between"] and parts["loss"] != "teacher":
+        lines.append("target.load_state_dict(model.state_dict())")
     lines += ["tally = Tally()\nmore['tally'] = tally", "net = run.ddp(model)"]
-    lines.append("run.keep(model=model, optimizer=optimizer, **more)")
+    forgets = parts["forgets"]
+    lines.append(
+        f"run.keep(model=model, optimizer=optimizer, **{{n: o for n, o in more.items() if n not in {forgets} and n != 'mine'}})"
+    )
     if "drawn here" in parts["before"]:
-        lines.append("own = torch.Generator().manual_seed(100 + run.rank)\nrun.keep_local(own=own)")
+        lines.append("own = torch.Generator().manual_seed(100 + run.rank)")
+        lines.append("" if "own" in forgets else "run.keep_local(own=own)")
     if parts["sums"]:
-        lines.append("mine = {'loss': 0.0}\nrun.keep_local(mine=mine)\nmore['mine'] = Shown(mine)")
+        lines.append("mine = {'loss': 0.0}\nmore['mine'] = Shown(mine)")
+        lines.append("" if "mine" in forgets else "run.keep_local(mine=mine)")
     lines += ["data = TensorDataset(x, y)", f"loader = {LOADERS[parts['loader']]}"]
     if parts["every"]:
         lines.append(_evaluation(parts))
@@ -327,9 +408,15 @@ def _evaluation(parts):
         "model.train()",
         "tally.best = min(tally.best, found)",
     ]
+    body[-1:-1] = [BETWEEN[one] for one in parts["between"]]
     if parts["schedule"] == "plateau":
         body.append("scheduler.step(found)")
     return f"@run.every({parts['every']})\ndef evaluate():\n{_in(_lines(body))}\n"
+
+
+def _behind(parts):
+    late = "scheduler.step()" if parts["schedule"] == "late" else ""
+    return _lines([late, BEHIND.get(parts["behind"], "")])
 
 
 def _step(parts):
