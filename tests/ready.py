@@ -1,7 +1,8 @@
 """Launches that need import nothing: the command and its zygote are forks of a process that has done so.
 
 Importing torch is nearly all that a run of a few steps costs. All processes of the run are there, each the
-child of whom it always is, and get real signals; a zygote that is lost is followed by an ordinary one.
+child of whom it always is, and get real signals; a zygote that is lost is followed by an ordinary one, unless ZYGOTES
+in the environment says how many are there.
 What differs: the interpreters' options and what they read once of the environment (PYTHONHASHSEED), that
 the supervisor has torch in its memory, and that a program which ends leaves its memory to the kernel.
 """
@@ -58,6 +59,7 @@ _PRELOADED = (
     "ddp_runner.observe.display",
 )
 WHOLE_END = "TESTS_WHOLE_END"
+ZYGOTES = "TESTS_ZYGOTES"
 _POPEN = subprocess.Popen
 _STARTED = "started"
 _READY_WITHIN_S = 250.0
@@ -275,7 +277,7 @@ def _end_with(link, pid) -> None:
 
 
 def _launch(asked, outputs) -> None:
-    """Be the command. Its zygote waits, as a child that knows nothing, for what it is to be."""
+    """Be the command. Its zygotes wait, as children that know nothing, for what they are to be."""
     os.setsid()
     if folder := asked.get("cgroup"):
         Path(folder, "cgroup.procs").write_text(str(os.getpid()))
@@ -288,14 +290,17 @@ def _launch(asked, outputs) -> None:
     _become(asked["env"], outputs, given)
     if asked.get("is_program"):
         _run_to_end(lambda: _be_program(asked["words"]))
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    supervisor_pid = os.getpid()
-    zygote_pid = os.fork()
-    if zygote_pid == 0:
-        ours.close()
-        _be_zygote(theirs, supervisor_pid)
-    theirs.close()
-    _hold_zygote(zygote_pid, ours)
+    supervisor_pid, waiting = os.getpid(), []
+    for _ in range(int(os.environ.get(ZYGOTES, "1"))):
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        zygote_pid = os.fork()
+        if zygote_pid == 0:
+            for link in (ours, *(link for _, link in waiting)):
+                link.close()
+            _be_zygote(theirs, supervisor_pid)
+        theirs.close()
+        waiting.append((zygote_pid, ours))
+    _hold_zygotes(waiting)
     from ddp_runner.__main__ import main
     from ddp_runner.cli import preimport
 
@@ -307,7 +312,7 @@ def _launch(asked, outputs) -> None:
         code = main(asked["words"])
     finally:
         sys.stdout.flush()
-        if subprocess.Popen is not _POPEN:  # it was refused before it needed one
+        for zygote_pid, _ in waiting:  # it was refused before it needed one
             # Or ended with all that the command had.
             with contextlib.suppress(ProcessLookupError, ChildProcessError):
                 os.kill(zygote_pid, signal.SIGKILL)
@@ -413,13 +418,15 @@ def _be_zygote(link, supervisor_pid) -> None:
     _run_to_end(serve)
 
 
-def _hold_zygote(pid, link) -> None:
-    """Have the supervisor's first zygote be that process."""
+def _hold_zygotes(waiting) -> None:
+    """Have the supervisor's first zygotes be these processes, which are none of ``waiting`` then."""
 
     def first(words, **how):
         if "ddp_runner.kernel.rank.zygote" not in words:
             return _POPEN(words, **how)
-        subprocess.Popen = _POPEN
+        pid, link = waiting.pop(0)
+        if not waiting:
+            subprocess.Popen = _POPEN
         message = json.dumps({"arguments": words[3:], "env": how["env"]}).encode()
         fds = array("i", [how["pass_fds"][0], how["stdout"]]).tobytes()
         link.sendmsg([message], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])

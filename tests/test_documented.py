@@ -139,8 +139,7 @@ def test_every_documented_command_works_one_after_the_other_in_one_folder(tmp_pa
             # What launches is run alone: its interpreter stands for the user's program.
             if block.language != "python" or "launch(" in block.text:
                 run_in_a_row(in_a_row, folder)
-                is_first = not any(one.language != "python" for one in ran)
-                run_block(block, folder, is_cold=is_first)
+                run_block(block, folder)
             else:
                 in_a_row.append(block)
             ran.append(block)

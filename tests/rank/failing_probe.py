@@ -1,4 +1,4 @@
-"""A probe of which one rank, or the process that leads them, does what breaks it. For tests.
+"""A probe of which one rank does what breaks it. For tests.
 
 ``DDP_TEST_PROBE`` names what; the rest of it is the real one.
 """
@@ -10,7 +10,6 @@ import json
 import mmap
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -68,10 +67,6 @@ def main(words):
         AbortSwitch.trip = lambda _: None
     elif how == "hear no cut":
         AbortSwitch.cut = lambda _: None
-    elif how == "lead hangs":
-        probe._rehearse = lambda *_, **__: time.sleep(600)
-    elif how == "lead says why":
-        sys.exit("ImportError: libcudart.so.12: cannot open shared object file")
     return probe.main(words)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections import deque
 
 import torch
@@ -11,6 +10,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from ddp_runner.training.task import Datasets
+from tests.scenarios.workload import keep_pace
 
 
 class Regression:
@@ -22,7 +22,7 @@ class Regression:
         return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
 
     def loss(self, model, batch):
-        time.sleep(0.03)  # as long as a larger model would take
+        keep_pace(0.03)  # as long as a larger model would take
         x, y = batch
         return nn.functional.mse_loss(model(x), y)
 

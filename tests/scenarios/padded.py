@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
-
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
 from ddp_runner import Datasets, Weighted
+from tests.scenarios.workload import keep_pace
 
 PAD = -100
 
@@ -145,5 +144,5 @@ class United(Drawn):
         return {"words": ["embed"], "middle": ["mix"], "top": ["blocks", "out"]}
 
     def loss(self, model, batch):
-        time.sleep(self.pace_s if model.training else 0.0)
+        keep_pace(self.pace_s if model.training else 0.0)
         return super().loss(model, batch)

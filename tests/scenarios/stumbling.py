@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from ddp_runner import Datasets
+from tests.scenarios.workload import keep_pace
 
 ODD_ONE = 100  # a sample that comes once an epoch
 
@@ -33,7 +34,7 @@ class Stumbling:
 
     def loss(self, model, batch):
         inputs, targets, numbers = batch
-        time.sleep(self._pace_s)
+        keep_pace(self._pace_s)
         if ODD_ONE in numbers:
             self._stumble()
         return nn.functional.mse_loss(model(inputs), targets)

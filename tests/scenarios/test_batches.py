@@ -12,7 +12,7 @@ from tests.scenarios.conftest import PATIENT
 from tests.scenarios.harness import Run
 
 TASKS = Path(__file__).with_name("batches.py")
-SETTINGS = ("-b", 8, "--max-steps", 50, "--audit", *PATIENT)
+SETTINGS = ("-b", 8, "--max-steps", 40, "--audit", *PATIENT)
 KILLED_AT = (8, 14, 20, 26, 32)  # each with another rest of five, and so another way
 KILLS = [
     word

@@ -11,22 +11,26 @@ import torch
 from tests.scenarios.harness import Run
 
 CARELESS = f"{Path(__file__).with_name('careless.py')}:CarelessTask"
-SETTINGS = ("-b", 8, "--max-steps", 40, "num_workers=1", "evaluate_interval=1", "--audit")
+SETTINGS = ("-b", 8, "--max-steps", 24, "num_workers=1", "evaluate_interval=1", "--audit")
 
 
 def test_a_model_made_from_a_set_resumes_with_its_moments(tmp_path, made_once):
     """Launched again with sets in another order, as in any two processes whose hash seed is not set."""
     fault_free = made_once(*SETTINGS, task=CARELESS)
     here = (*SETTINGS, "num_workers=0")  # the other test has workers, too
-    with Run(tmp_path / "run", *here, task=CARELESS) as run:  # with the hash seed of tests.ready
-        run.wait_for_step(20)
+    slow = (
+        "--inject",
+        "slow:rank=all,step=14,seconds=0.5",
+    )  # somebody has the time to ask for a stop
+    with Run(tmp_path / "run", *here, *slow, task=CARELESS) as run:  # the hash seed of tests.ready
+        run.wait_for_step(14)
         run.signal(signal.SIGTERM)
         assert run.wait() == 75, run.console
     another = {"PYTHONHASHSEED": "2"}
     with Run(tmp_path / "run", *here, task=CARELESS, environment=another) as run:
         assert run.wait() == 0, run.console
     weights = [
-        torch.load(one.checkpoints / "step_00000040.pt", weights_only=True)["model"]
+        torch.load(one.checkpoints / "step_00000024.pt", weights_only=True)["model"]
         for one in (fault_free, run)
     ]
     assert list(weights[0]) != list(weights[1])
@@ -38,9 +42,8 @@ def test_a_model_made_from_a_set_resumes_with_its_moments(tmp_path, made_once):
 def test_data_that_is_shuffled_where_it_is_made_is_the_same_everywhere(tmp_path, made_once):
     """On both ranks, in a replacement, at the next launch. Figures and sample that raise are a warning each."""
     fault_free = made_once(*SETTINGS, task=CARELESS)
-    with Run(tmp_path / "killed", *SETTINGS, task=CARELESS) as run:
-        run.wait_for_step(10)
-        run.signal(signal.SIGKILL, run.rank_pid(1))
+    kill = ("--inject", "kill:rank=1,step=10")
+    with Run(tmp_path / "killed", *SETTINGS, *kill, task=CARELESS) as run:
         assert run.wait() == 0, run.console
     assert run.digest == fault_free.digest
     assert run.summary()["exact"] is True
@@ -50,11 +53,11 @@ def test_data_that_is_shuffled_where_it_is_made_is_the_same_everywhere(tmp_path,
     )
     console = (fault_free.folder / "console.txt").read_text()
     for line in (
-        "the task's figures() raised OverflowError: math range error (careless.py:64); left out",
-        "the task's sample() raised IndexError: list index out of range (careless.py:69); left out",
+        "the task's figures() raised OverflowError: math range error (careless.py:63); left out",
+        "the task's sample() raised IndexError: list index out of range (careless.py:68); left out",
     ):
         assert console.count(line) == 1, console
-    assert fault_free.summary()["checkpoint"].endswith("step_00000040.pt")
+    assert fault_free.summary()["checkpoint"].endswith("step_00000024.pt")
 
 
 UNKEPT = CARELESS.replace(":CarelessTask", ":UnkeptTask")
@@ -81,7 +84,7 @@ def test_what_a_new_process_of_the_data_lacks_is_named(tmp_path, made_once, kind
         "-b",
         12,
         "--epochs",
-        4,
+        3,
         f"num_workers={int(kind in ('caching', 'drawing'))}",
         f"task.kind={kind}",
     )
@@ -99,7 +102,7 @@ def test_what_a_new_process_of_the_data_lacks_is_named(tmp_path, made_once, kind
 
 def test_samples_that_use_what_steps_change_end_no_run(tmp_path):
     """Loader workers have the task as it was when they began, so a replacement's load other samples: it is said."""
-    settings = ("-b", 12, "--epochs", 4, "num_workers=1", "task.kind=scaled")
+    settings = ("-b", 12, "--epochs", 3, "num_workers=1", "task.kind=scaled")
     with Run(tmp_path, *settings, "--inject", "kill:rank=1,step=22", task=UNKEPT) as run:
         assert run.wait() == 0, run.console
     assert run.summary()["exact"] is False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
+from tests.scenarios.conftest import NO_SPARE
 from tests.scenarios.harness import Run
 
 TASKS = Path(__file__).with_name("changing.py")
@@ -16,8 +17,8 @@ KILLS = [("--inject", f"kill:rank={rank},step={step},phase={phase}") for rank, s
 
 def _outlives_all(folder, *, task, workers=0):
     """Kills, a stop and a resume: the weights are those of a run without any of it."""
-    settings = (*SETTINGS, "--max-steps", 48, "--audit", f"num_workers={workers}")
-    with Run(folder / "calm", *settings, task=f"{TASKS}:{task}") as calm:
+    settings = (*SETTINGS, "--max-steps", 36, "--audit", f"num_workers={workers}")
+    with Run(folder / "calm", *settings, NO_SPARE, task=f"{TASKS}:{task}") as calm:
         assert calm.wait() == 0, calm.console
     assert calm.summary()["exact"] is True, calm.summary()["inexact_reasons"]
     words = [word for kill in KILLS for word in kill]
@@ -26,7 +27,7 @@ def _outlives_all(folder, *, task, workers=0):
         run.signal(signal.SIGTERM)
         assert run.wait() == 75, run.console
     assert len(run.summary()["faults"]) == len(KILLS)
-    with Run(folder / "run", *settings, task=f"{TASKS}:{task}") as run:
+    with Run(folder / "run", *settings, NO_SPARE, task=f"{TASKS}:{task}") as run:
         assert run.wait() == 0, run.console
     assert run.summary()["exact"] is True, run.summary()["inexact_reasons"]
     assert run.digest == calm.digest
@@ -47,7 +48,7 @@ def test_layers_unfrozen_or_frozen_while_training(tmp_path):
 
 def test_a_step_that_cannot_be_repeated_is_reported_or_ends_all(tmp_path):
     """A state in a global: seen by what the first step comes to when it is computed twice."""
-    settings = (*SETTINGS, "num_workers=0")
+    settings = (*SETTINGS, NO_SPARE, "num_workers=0")
     with Run(tmp_path / "reported", *settings, task=f"{TASKS}:HasAGlobal") as run:
         assert run.wait() == 0, run.console
     summary = run.summary()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.scenarios.conftest import PATIENT
+from tests.scenarios.conftest import NO_SPARE, PATIENT
 from tests.scenarios.harness import Run, poll
 from tests.scenarios.judged import Classifier, Language
 
@@ -98,7 +98,7 @@ def stop_amid_trouble(folder, spec, best, figures):
 def test_the_end_is_of_the_best_also_where_ranks_die(tmp_path):
     """SIGKILLs, an exception, no memory and a stop amid evaluations; SIGKILLs in the best save and the last."""
     spec = f"{TASKS}:Stumbling"
-    with Run(tmp_path / "calm", *QUICK, *BEST, task=spec) as calm:
+    with Run(tmp_path / "calm", *QUICK, *BEST, NO_SPARE, task=spec) as calm:
         assert calm.wait() == 0, calm.console
     figures = lines_of(calm)
     assert sorted(figures) == list(range(0, STEPS + 1, 4))

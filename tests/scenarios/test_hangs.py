@@ -7,6 +7,7 @@ import signal
 
 import pytest
 
+from tests.ready import ZYGOTES
 from tests.scenarios.conftest import STEPS
 from tests.scenarios.harness import WORKLOAD, Run, poll
 from tests.scenarios.workload import HOLD_NAME, TROUBLE_NAME
@@ -111,7 +112,8 @@ def test_a_rank_that_is_stopped_while_it_starts_or_forms_is_replaced(tmp_path):
 
 def test_a_zygote_that_is_stopped_is_replaced(tmp_path):
     """It would fork nobody; the rank that dies just then gets its successor from another one."""
-    with Run(tmp_path, *QUICK, *ENDLESS, "recovery.warm_spare=false") as run:
+    how = {"variables": {ZYGOTES: "2"}}
+    with Run(tmp_path, *QUICK, *ENDLESS, "recovery.warm_spare=false", **how) as run:
         run.wait_for_step(10)
         run.signal(signal.SIGSTOP, run.named("ddp:zygote").pid)
         run.signal(signal.SIGKILL, run.rank_pid(1))
@@ -179,7 +181,7 @@ def test_a_rank_that_hangs_again_where_all_wait_is_replaced_again(fault_free, tm
     The second one hangs in its first steps, which have a deadline of their own.
     """
     hangs = ("--inject", "hang:rank=1,step=20,phase=reducing,times=2")
-    hangs += ("recovery.first_step_timeout_s=5",)
+    hangs += ("recovery.first_step_timeout_s=3",)
     with Run(tmp_path, *QUICK, "--max-steps", STEPS, *hangs, world=3) as run:
         assert run.wait() == 0, run.console
     reported = run.summary()["faults"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 
+from tests.ready import ZYGOTES
 from tests.scenarios.conftest import LONG, WITHOUT_WORKERS
 from tests.scenarios.harness import Run, poll
 from tests.scenarios.workload import HOLD_NAME
@@ -32,7 +33,8 @@ def test_whichever_helper_is_killed_is_followed_by_another(fault_free, tmp_path)
     """Their kills are in the journal with their signal; the store's is a fault, which costs no step."""
     settings = (*WITHOUT_WORKERS, *LONG, "task.pace_s=0.06", "log.trackers=csv")
     hold = tmp_path / HOLD_NAME
-    with Run(tmp_path, *settings, "recovery.hang_min_s=100") as run:
+    how = {"variables": {ZYGOTES: "4"}}  # two follow, of which one stands by, and one follows that
+    with Run(tmp_path, *settings, "recovery.hang_min_s=100", **how) as run:
         run.wait_for_event("spare_ready")
         for name in WHILE_THEY_TRAIN:
             kill_and_await_another(run, name)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from tests.scenarios.conftest import PATIENT
+from tests.scenarios.conftest import NO_SPARE, PATIENT
 from tests.scenarios.harness import Run
 from tests.scenarios.padded import Stacked
 from tests.scenarios.test_refusals import contents
@@ -34,7 +34,7 @@ def test_a_run_of_frozen_weights_needs_its_begin_again(tmp_path):
     begun["model"] = {name: torch.zeros_like(one) for name, one in begun["model"].items()}
     torch.save(begun, tmp_path / "base.pt")
     begin = ("--init-from", f"{tmp_path / 'base.pt'}:ema")
-    with start(tmp_path / "calm", *begin) as calm:
+    with start(tmp_path / "calm", *begin, NO_SPARE) as calm:
         assert calm.wait() == 0, calm.console
     only = ("only_trained=true", "task.pace_s=0.03", "recovery.drill_at=2")
     kills = [word for kill in KILLS for word in ("--inject", kill)]

@@ -105,7 +105,7 @@ def test_a_global_batch_of_its_own_goes_on_with_other_ranks(tmp_path):
 
 def test_drawn_samples_come_back_after_kills_and_stops(tmp_path):
     """By weight and length, over more than two epochs; other weights make another run."""
-    calm = _trained_on_drawn(tmp_path / "calm")
+    calm = _trained_on_drawn(tmp_path / "calm", NO_SPARE)
     kills = ("--inject", "kill:rank=0,step=5", "--inject", "kill:rank=1,step=19,phase=reduce")
     half = _trained_on_drawn(tmp_path / "half", "max_steps=14")
     half = _trained_on_drawn(tmp_path / "half", *kills)
@@ -137,7 +137,7 @@ def _unfrozen(folder, *words, steps=30):
 def test_layers_unfrozen_in_steps_are_exact(tmp_path):
     """Killed before, at and after a change, rank 0 too; and where a loss raises in it."""
     find = "find_unused_parameters=false"
-    calm = _unfrozen(tmp_path / "calm", find)
+    calm = _unfrozen(tmp_path / "calm", find, NO_SPARE)
     assert "recur trained from step 8 on: " in calm.console
     assert "encoder trained from step 15 on: 1,765 of 1,765 parameters" in calm.console
     kills = ("kill:rank=1,step=6,phase=optimizer", "kill:rank=0,step=8,phase=forward")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.scenarios.cgroups import memory_cgroup
-from tests.scenarios.conftest import PATIENT
+from tests.scenarios.conftest import NO_SPARE, PATIENT
 from tests.scenarios.harness import WORKLOAD, Run
 from tests.scenarios.hungry import LIMITED
 
@@ -136,7 +136,7 @@ def test_half_a_micro_batch_leaves_no_sample_alone(tmp_path):
 def test_a_passing_shortage_of_memory_ends_no_run_of_single_samples(tmp_path):
     """Nothing is left to halve: the step is done once more, and no bit changes."""
     norm = ("-b", 1, "--max-steps", 8, "task.norm=layer")
-    calm = finish(tmp_path / "calm", *norm, "task.rank=7", task=HUNGRY)
+    calm = finish(tmp_path / "calm", *norm, NO_SPARE, "task.rank=7", task=HUNGRY)
     oom = ("--inject", "oom:rank=1,step=4", "--inject", "oom:rank=0,step=6,phase=backward")
     run = finish(tmp_path / "run", *norm, "task.rank=7", *oom, task=HUNGRY)
     summary = run.summary()

@@ -67,8 +67,9 @@ def of_name(folder, name):
 def test_the_second_experiment_in_a_folder_is_a_run_of_its_own(tmp_path):
     """Another task has other folders; the same one with other settings is shown what to type, and obeys."""
     (tmp_path / "mine.py").write_text(textwrap.dedent(TASK))
-    for task, name in (("synthetic", "synthetic"), ("mine.py", "mine")):
-        code, said = trained(tmp_path, "--task", task, *SHORT, "4")
+    small = ("model.hidden_size=16", "model.num_layers=1", "model.seq_len=8")
+    for task, name, size in (("synthetic", "synthetic", small), ("mine.py", "mine", ())):
+        code, said = trained(tmp_path, "--task", task, *size, *SHORT, "4")
         assert code == 0, said
         found = of_name(tmp_path, name)
         assert found.summary()["status"] == "completed"

@@ -11,6 +11,7 @@ import torch
 
 from ddp_runner.checkpoint.manifest import checkpoint_name, manifest_name
 from ddp_runner.data.order import SampleOrder
+from tests.scenarios.conftest import NO_SPARE
 from tests.scenarios.harness import Run
 from tests.scenarios.huge import SAMPLES
 from tests.scenarios.test_training import QUICK, STEPS, with_faults_and_a_stop
@@ -106,7 +107,7 @@ def test_a_run_that_began_with_the_first_order_keeps_it(tmp_path):
 
 def test_the_order_of_a_sampler_survives_every_fault(tmp_path):
     """Each process draws the same samples in each epoch, and leaves the generators as they were."""
-    with Run(tmp_path / "calm", *QUICK, "task.pace_s=0", task=SAMPLED) as calm:
+    with Run(tmp_path / "calm", *QUICK, NO_SPARE, "task.pace_s=0", task=SAMPLED) as calm:
         assert calm.wait() == 0, calm.console
     run = with_faults_and_a_stop(tmp_path / "faults", task=SAMPLED)
     summary = run.summary()

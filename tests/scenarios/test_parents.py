@@ -8,6 +8,7 @@ import signal
 import psutil
 import pytest
 
+from tests.ready import ZYGOTES
 from tests.scenarios.conftest import PATIENT, WITHOUT_WORKERS
 from tests.scenarios.harness import Run, poll
 from tests.scenarios.workload import TROUBLE_NAME
@@ -51,7 +52,8 @@ def test_nobody_waits_for_the_import_of_a_zygote_that_replaces_another(tmp_path)
     held, task = tmp_path / "held", tmp_path / "held.py"
     task.write_text(HELD.format(held=str(held)), encoding="utf-8")
     settings = ("-b", 8, "--max-steps", 100000, "num_workers=0", "task.pace_s=0.05", "--audit")
-    with Run(tmp_path / "run", *settings, *PATIENT, task=f"{task}:HeldTask") as run:
+    how = {"task": f"{task}:HeldTask", "variables": {ZYGOTES: "5"}}
+    with Run(tmp_path / "run", *settings, *PATIENT, **how) as run:
         run.wait_for_event("spare_ready")
         assert "ddp:standby" not in {process.name for process in run.processes()}
         held.touch()
@@ -88,7 +90,8 @@ def test_a_zygote_killed_while_it_imports_is_replaced(tmp_path, times, code):
     held, task = tmp_path / "held", tmp_path / "held.py"
     held.touch()  # it imports until it is killed, however long this test takes to find it
     task.write_text(HELD.format(held=str(held)), encoding="utf-8")
-    with Run(tmp_path / "run", *WITHOUT_WORKERS, "-e", 1, task=f"{task}:HeldTask") as run:
+    how = {"task": f"{task}:HeldTask", "variables": {ZYGOTES: f"{times + 1}"}}
+    with Run(tmp_path / "run", *WITHOUT_WORKERS, "-e", 1, **how) as run:
         for _ in range(times):
             zygote = poll(lambda: importing(run), what="the zygote")
             run.signal(signal.SIGKILL, zygote.pid)

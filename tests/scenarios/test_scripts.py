@@ -262,17 +262,6 @@ def test_a_stop_reaches_each_rank_and_has_an_end(tmp_path):
     assert len(list(tmp_path.glob("asked_*"))) == 2
 
 
-def test_a_rank_that_runs_on_when_others_have_ended_is_named(tmp_path):
-    """And waited for: it may be at work on something of its own."""
-    script = tmp_path / "own.py"
-    script.write_text(
-        "import os, time\nif os.environ['RANK'] == '1': time.sleep(13)\n", encoding="utf-8"
-    )
-    with run_script(tmp_path, script) as run:
-        assert run.wait() == 0, run.console
-    assert "not ended, 10 s after others have: rank 1" in run.console
-
-
 @pytest.mark.parametrize("method", ["fork", "forkserver"])  # spawn: below
 def test_loader_workers_of_a_script_start_by_every_method(tmp_path, one_epoch, method):
     """What is in ``__main__`` pickles, and workers import the script again."""

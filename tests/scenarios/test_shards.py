@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from tests.scenarios.conftest import PATIENT
+from tests.scenarios.conftest import NO_SPARE, PATIENT
 from tests.scenarios.harness import Run
 from tests.scenarios.sharded import write
 
@@ -29,7 +29,9 @@ def test_a_stream_in_shards_goes_on_exactly_after_every_loss(tmp_path):
     """
     folder = write(tmp_path / "data")
     nan = ("--inject", "nan:rank=1,step=24")
-    with Run(tmp_path / "calm", *WHOLE, *folder, *nan, "num_workers=0", task=TASK) as calm:
+    with Run(
+        tmp_path / "calm", *WHOLE, NO_SPARE, *folder, *nan, "num_workers=0", task=TASK
+    ) as calm:
         assert calm.wait() == 0, calm.console
     with Run(tmp_path / "run", *WHOLE, *folder, *LOST, "num_workers=2", task=TASK) as run:
         run.wait_for_step(32)

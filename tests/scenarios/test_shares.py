@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from ddp_runner.core.batch_sizes import cut
-from tests.scenarios.conftest import PATIENT
+from tests.scenarios.conftest import NO_SPARE, PATIENT
 from tests.scenarios.harness import Run, assert_every_sample_once
 
 TASK = f"{Path(__file__).with_name('shared_out.py')}:SharedTask"
@@ -42,7 +42,7 @@ def test_unequal_shares_train_as_equal_ones_whoever_is_lost(tmp_path, made_once)
         run.wait_for_step(20)
         run.signal(signal.SIGTERM)
         assert run.wait() == 75, run.console
-    with Run(tmp_path, *SETTINGS, SHARES, task=TASK, world=3) as again:
+    with Run(tmp_path, *SETTINGS, SHARES, NO_SPARE, task=TASK, world=3) as again:
         assert again.wait() == 0, again.console
     assert "global batch  24 = 9 + 9 + 6, at most 8 at once" in run.console
     assert (again.digest, again.summary()["exact"]) == (calm.digest, True)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.scenarios.conftest import NO_SPARE
 from tests.scenarios.harness import Run
 from tests.scenarios.test_training import QUICK, STEPS, with_faults_and_a_stop
 
@@ -23,7 +24,7 @@ def plain(made_once):
 
 def test_checkpointed_activations_end_with_the_bits_of_kept_ones(tmp_path, plain):
     """By either name, and under faults and a resume in the tests of all at once; a name that is none is one line."""
-    settings = ("gradient_checkpointing=true", "activation_checkpointing=layers.*")
+    settings = ("gradient_checkpointing=true", "activation_checkpointing=layers.*", NO_SPARE)
     with Run(tmp_path / "calm", *QUICK, *settings, "task.pace_s=0", task=LAYERED) as calm:
         assert calm.wait() == 0, calm.console
     assert (calm.summary()["exact"], calm.digest) == (True, plain)
@@ -79,7 +80,7 @@ def test_a_compilation_that_fails_is_off_on_all_ranks_for_good(tmp_path, plain):
     assert [fault["kind"] for fault in summary["faults"]] == ["compilation_failed", "rank_killed"]
     assert summary["faults"][0]["rank"] == 1
     assert run.console.count("compile is off on all ranks") == 1, run.console
-    with Run(tmp_path / "run", *QUICK, *words, task=lacking) as resumed:
+    with Run(tmp_path / "run", *QUICK, *words, NO_SPARE, task=lacking) as resumed:
         assert resumed.wait() == 0, resumed.console
     summary = resumed.summary()
     assert "not compiled: that has failed in this run before" in resumed.console

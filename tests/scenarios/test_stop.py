@@ -6,7 +6,7 @@ import contextlib
 import signal
 import time
 
-from tests.scenarios.conftest import LONG, LONG_STEPS, STEPS
+from tests.scenarios.conftest import LONG, LONG_STEPS, NO_SPARE, STEPS
 from tests.scenarios.conftest import WITHOUT_WORKERS as SETTINGS
 from tests.scenarios.harness import Run, poll
 
@@ -56,7 +56,7 @@ def stop_at(run, step, number, *, deliver=to_supervisor):
 
 def finish(folder, *, settings=SETTINGS, steps=STEPS):
     """The same command again, to its end."""
-    with Run(folder, *settings) as run:
+    with Run(folder, *settings, NO_SPARE) as run:
         assert run.wait() == 0, run.console
     assert run.summary()["steps"] == steps
     return run
@@ -65,7 +65,7 @@ def finish(folder, *, settings=SETTINGS, steps=STEPS):
 def test_a_launch_ends_in_time_and_the_next_goes_on(fault_free, tmp_path):
     """By its own limit, then before the end that SLURM has announced."""
     settings = (*SETTINGS, *LONG, "task.pace_s=0.3")
-    with Run(tmp_path, *settings, "--max-time", "4s") as run:
+    with Run(tmp_path, *settings, "--max-time", "3s") as run:
         assert run.wait(hurries=False) == 75, run.console
     assert "run.max_time has passed" in run.console
     first = run.summary()["steps"]
@@ -110,7 +110,7 @@ def test_a_stop_during_evaluation_does_not_wait_for_its_end(fault_free, tmp_path
     """A long evaluation is cut short; the resumed run makes it good and ends with the same weights."""
     slow = (
         *(*SETTINGS, "evaluate_interval=0", "evaluate_every_steps=18"),
-        *("task.validation_samples=240", "task.validation_s=0.2", "task.pace_s=0"),
+        *("task.validation_samples=120", "task.validation_s=0.2", "task.pace_s=0"),
     )
     with Run(tmp_path, *slow) as run:
         run.wait_for_step(18)

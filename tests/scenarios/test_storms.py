@@ -63,8 +63,8 @@ def test_a_storm_within_one_step_is_repaired(calm, tmp_path, world, names):
 def test_nobody_waits_for_a_stopped_rank_nor_for_the_last_answer(calm, tmp_path):
     """It is ended as soon as it is to leave, and who was killed is followed while one is still at work."""
     steps = ("--max-steps", 3)
-    with Run(tmp_path, *SETTINGS, *steps, "--audit", "task.pace_s=3", world=3, task=TASK) as run:
-        run.wait_for_step(1)  # the next one takes three seconds, in which nobody answers
+    with Run(tmp_path, *SETTINGS, *steps, "--audit", "task.pace_s=2", world=3, task=TASK) as run:
+        run.wait_for_step(1)  # the next one takes two seconds, in which nobody answers
         stopped, killed = (run.rank_pid(rank) for rank in (1, 2))
         run.signals_at_once((signal.SIGSTOP, stopped), (signal.SIGKILL, killed))
         assert run.wait() == 0, run.console

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from tests.scenarios.conftest import PATIENT
+from tests.scenarios.conftest import NO_SPARE, PATIENT
 from tests.scenarios.harness import Run
 from tests.scenarios.test_training import figure_of, halvings, same_bits_at_ends
 
@@ -47,7 +47,7 @@ def start(folder, *words):
 
 def test_all_at_once_is_exact_through_every_fault(tmp_path):
     """Kills of rank 0, the last and all, an exception, a roll-back, a stop and a resume; then too little memory."""
-    with start(tmp_path / "calm") as calm:
+    with start(tmp_path / "calm", NO_SPARE) as calm:
         assert calm.wait() == 0, calm.console
     fault_free = calm.summary()
     assert fault_free["status"] == "completed"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from .conftest import PATIENT
+from .conftest import NO_SPARE, PATIENT
 from .harness import Run
 from .unusual import LATE_STEP
 
@@ -40,7 +40,7 @@ def test_a_target_network_checkpoints_a_collate_and_an_own_optimizer(tmp_path):
     Also in the first step, which shows that there is a target, and in that which shows another one. A rank that dies
     in the hook at the end of an epoch has both call it again, and the loss goes on with the step and epoch.
     """
-    calm = ends(tmp_path / "calm", "num_workers=0")
+    calm = ends(tmp_path / "calm", "num_workers=0", NO_SPARE)
     epochs = [*range(20)]  # of two steps
     assert noted(calm) == [epochs, epochs]
     assert "find_unused_parameters=False from here on" in calm.console

@@ -16,17 +16,19 @@ from tests.scenarios.harness import Run
 from tests.test_documented import all_blocks
 
 TASK = f"{Path(__file__).with_name('mixing.py')}:MixingTask"
-STEPS = ("-b", 8, "--max-steps", 40, "evaluate_every_steps=20", *PATIENT)
+STEPS = ("-b", 8, "--max-steps", 28, "evaluate_every_steps=14", *PATIENT)
 GUIDE = "my_images.py"
 
 
 @pytest.mark.parametrize(("changes", "workers"), [(False, 1), ("preload", 0)])
-def test_mixup_in_the_collate_is_repeated_and_evaluations_have_none(tmp_path, changes, workers):
+def test_mixup_in_the_collate_is_repeated_and_evaluations_have_none(
+    tmp_path, made_once, changes, workers
+):
     """Also where samples are the same each time, so that nothing else seeds what the batch draws."""
-    words = [*STEPS, f"num_workers={workers}", "task.changes=false"]
+    same = (*STEPS, "task.changes=false")
+    calm = made_once(*same, "num_workers=0", task=TASK)
+    words = [*same, f"num_workers={workers}"]
     words += ["data.preload=true"] * (changes == "preload")
-    with Run(tmp_path / "calm", *words, task=TASK) as calm:
-        assert calm.wait() == 0, calm.console
     kills = [
         ("--inject", f"kill:{at},phase=backward") for at in ("rank=1,step=8", "rank=0,step=25")
     ]

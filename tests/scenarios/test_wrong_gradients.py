@@ -15,10 +15,13 @@ HIDDEN = Path(__file__).with_name("hidden.py")
 PAIRS = ("drill_at=2,3,14,15", "recovery.proof_share=0", "task.pace_s=0.2")
 
 
-def finish(folder, *settings, **how):
-    """A run to its end, with the difference that its drills have found first: the steps leave them the time."""
+def finish(folder, *settings, until, task=None):
+    """A run to its end, with the difference that its drills have found first: steps leave them the time ``until`` then."""
+    how = {} if task is None else {"task": task}
     with Run(folder, *SETTINGS, *PAIRS, *settings, **how) as run:
-        assert run.wait(hurries=False) == 0, run.console
+        name, fields = until
+        run.wait_for_event(name, **fields)
+        assert run.wait() == 0, run.console
     [found, *_] = run.summary()["exact_proof"]["differences"]
     return run, found
 
@@ -26,7 +29,9 @@ def finish(folder, *settings, **how):
 def test_a_wrong_gradient_is_found_and_undone(fault_free, tmp_path):
     """One bit of one number on one rank, once: all go back to before its last good drill, and it is as if it never was."""
     wrong = ("--inject", "wrong_gradient:rank=1,step=15,bit=12")
-    run, found = finish(tmp_path, *wrong, "save_every_steps=3", "keep_last=50")
+    run, found = finish(
+        tmp_path, *wrong, "save_every_steps=3", "keep_last=50", until=("in_doubt", {})
+    )
     assert found == {
         "rank": 1,
         "step": 15,
@@ -49,7 +54,12 @@ def test_a_wrong_gradient_is_found_and_undone(fault_free, tmp_path):
 
 def test_state_that_only_one_process_has_is_no_device(tmp_path):
     """Another process of the rank has none of it: no step is undone, and the run is not exact."""
-    run, found = finish(tmp_path, "--inject", "hidden_state:rank=1,step=3")
+    run, found = finish(
+        tmp_path,
+        "--inject",
+        "hidden_state:rank=1,step=3",
+        until=("diagnosed", {"source": "process"}),
+    )
     assert (found["rank"], found["cause"], found["undone"]) == (1, "process", False), run.console
     causes = [one["source"] for one in run.events("diagnosed")]
     assert causes == ["lasting", "process"]
@@ -66,7 +76,8 @@ def test_state_that_only_one_process_has_is_no_device(tmp_path):
 )
 def test_a_diagnosis_names_state_or_data(tmp_path, name, rank, cause, place):
     """With what the rank had, a replacement computes the same bits; nobody is repaired."""
-    run, found = finish(tmp_path, task=f"{HIDDEN}:{name}")
+    until = "diagnosed", {"source": cause}
+    run, found = finish(tmp_path, task=f"{HIDDEN}:{name}", until=until)
     assert (found["rank"], found["cause"]) == (rank, cause), run.console
     assert place is None or found["places"] == [place]
     assert run.summary()["faults"] == []

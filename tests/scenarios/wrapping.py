@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
-
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
 from ddp_runner.training.task import Datasets
+from tests.scenarios.workload import keep_pace
 
 
 class Wrapper(nn.Module):
@@ -38,22 +37,15 @@ class PlainTask:
         return Datasets(train=TensorDataset(points, (points.sum(1) > 0).long()), fingerprint="4")
 
     def loss(self, model, batch):
-        time.sleep(self.pace_s)
+        keep_pace(self.pace_s)
         points, classes = batch
         return nn.functional.cross_entropy(model(points), classes)
 
 
-class CompiledTask(PlainTask):
-    """Compiled as a whole, and the last layer once more by itself."""
+class WrappedTask(PlainTask):
+    """A wrapper in a wrapper around a model that is compiled as a whole, and its last layer once more by itself."""
 
     def build_model(self):
         model = super().build_model()
         model[4] = torch.compile(model[4], backend="eager")
-        return torch.compile(model, backend="eager")
-
-
-class WrappedTask(PlainTask):
-    """A wrapper in a wrapper, with a compiled model inside."""
-
-    def build_model(self):
-        return Wrapper(Wrapper(torch.compile(super().build_model(), backend="eager")))
+        return Wrapper(Wrapper(torch.compile(model, backend="eager")))

@@ -586,7 +586,7 @@ def test_by_itself_the_saving_rank_chooses_its_interval(tmp_path):
 
     The cost is measured, so a busy machine saves less often than each 10 s. It is said again once it has halved.
     """
-    saved, log = run_ranks(_saves_by_time, 1, tmp_path, "auto", 2000)[0]
+    saved, log = run_ranks(_saves_by_time, 1, tmp_path, "auto", 800)[0]
     assert saved[0] == 60
     assert len(saved) >= 3
     least_s = min(int(found) for found in re.findall(r"saving every (\d+) s \(auto\)", log))

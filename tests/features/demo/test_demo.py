@@ -25,8 +25,16 @@ from tests.scenarios.leftovers import processes_with
 
 ROOT = Path(__file__).resolve().parents[3]
 DEADLINE_S = 250.0  # a hang; three runs on a slow machine take minutes
+# Its own model is a quarter of what a run of fifty steps takes.
+_SMALLER = (
+    "model.hidden_size=16",
+    "model.num_layers=1",
+    "model.seq_len=8",
+    "model.dataset_size=2000",
+)
 _SHORT = (
-    "import sys; from ddp_runner.features.demo.demo import Script; from ddp_runner.features.demo.demo import perform;"
+    "import sys; from ddp_runner.features.demo import demo; from ddp_runner.features.demo.demo import Script, perform;"
+    f"demo.SETTINGS += {_SMALLER!r};"
     "sys.exit(perform(Script(world_size=2, steps={steps}, fault_interval_steps=10,"
     " harmless={harmless}, changing={changing}), keep=False))"
 )

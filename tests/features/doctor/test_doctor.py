@@ -78,13 +78,13 @@ def mark(monkeypatch):
     poll(lambda: not marked(), what="the end of all that was started", timeout_s=20.0)
 
 
-def _probe(how, *, limit_s=30.0):
+def _probe(how, *, limit_s=30.0, module="failing_probe"):
     return probe(
         backend="gloo",
         devices=["cpu", "cpu"],
         environment={**os.environ, VARIABLE: how, "PYTHONPATH": str(ROOT)},
         limit_s=limit_s,
-        module="tests.rank.failing_probe",
+        module=f"tests.rank.{module}",
     )
 
 
@@ -123,13 +123,14 @@ def test_the_process_that_leads_is_ended_when_it_hangs_itself(mark, monkeypatch)
     """Then nothing keeps its limit but ours."""
     monkeypatch.setattr(machine_checks, "_GRACE_S", 1.5)
     began_s = time.monotonic()
-    assert _probe("lead hangs", limit_s=0.5).failure == "the check itself has not ended within 2 s"
+    answer = _probe("hang", limit_s=0.5, module="failing_start")
+    assert answer.failure == "the check itself has not ended within 2 s"
     assert time.monotonic() - began_s < 60
 
 
 def test_what_keeps_torch_from_being_imported_is_reported(mark):
     """The last line that was written, where the process ends without a word."""
-    assert _probe("lead says why").failure == (
+    assert _probe("say why", module="failing_start").failure == (
         "the check ended with 1: ImportError: libcudart.so.12: cannot open shared object file"
     )
 

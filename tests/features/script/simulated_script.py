@@ -42,6 +42,7 @@ class ScriptRanks:
         self.stores = 0
         self.is_deaf = is_deaf  # to SIGTERM
         self.is_endless = False
+        self.more_steps = {}  # by rank: what its program does beyond those of all
         given = {"path": "/train.py", "module": "", "arguments": (), "restarts": True}
         self.script = ScriptPlan(**{**given, **(script or {})})
         super().__init__(steps=steps, **named)
@@ -99,7 +100,8 @@ class ScriptRanks:
             return
         Simulation._commit(self, process)  # each its own, whatever others do
         self.slot(process).set(Cell.SCRIPT_LOADS, 1)
-        if process.committed < self.steps or self.is_endless:
+        steps = self.steps + self.more_steps.get(process.rank, 0)
+        if process.committed < steps or self.is_endless:
             self.later(STEP_S, lambda: self._step(process))
             return
         at_ns = self.clock.monotonic_ns()

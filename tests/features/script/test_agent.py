@@ -9,6 +9,7 @@ import pytest
 from ddp_runner.kernel.rules.exits import ExitCode, RunStatus, StopReason
 from ddp_runner.kernel.rules.stopping import StopSignal
 from tests.features.script.simulated_script import ScriptSimulation
+from tests.supervisor.simulated import STEP_S
 
 
 @pytest.fixture
@@ -46,6 +47,16 @@ def test_a_killed_rank_ends_all_and_all_begin_again(simulate):
     assert (first.rank, first.exit_code, second.exit_code) == (1, 137, None)
     assert "killed" in first.cause
     assert run.stores == 2
+
+
+def test_a_rank_that_runs_on_when_others_have_ended_is_named(simulate):
+    """And waited for: it may be at work on something of its own. Control: one that follows the others within 10 s."""
+    for more_s, is_named in ((11, True), (8, False)):
+        run = simulate()
+        run.more_steps = {1: int(more_s / STEP_S)}
+        assert_done(run, attempts=1)
+        late = ("WARNING", "not ended, 10 s after others have: rank 1")
+        assert run.outputs.said.count(late) == int(is_named), run.outputs.said
 
 
 def test_more_restarts_than_were_asked_for_end_the_run(simulate):

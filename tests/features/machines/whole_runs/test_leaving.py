@@ -12,6 +12,7 @@ import pytest
 
 from tests.features.machines.whole_runs.conftest import free_port
 from tests.features.machines.whole_runs.test_two_nodes import SLOW
+from tests.ready import ZYGOTES
 from tests.scenarios.harness import WORKLOAD, ended, poll
 
 
@@ -63,7 +64,7 @@ def test_a_machine_that_can_start_no_ranks_ends_and_says_why(nodes):
     words = (SLOW, "max_steps=20")
     how = {"task": f"{task}:PacedTask", "ranks": 1}
     first = nodes.start(0, *words, **how)
-    broken = nodes.start(1, *words, variables={"BREAKS": "1"}, **how)
+    broken = nodes.start(1, *words, variables={"BREAKS": "1", ZYGOTES: "3"}, **how)
     assert broken.wait() == 1, broken.console
     assert "no ranks can be started" in broken.console
     poll(lambda: "node 1: no ranks can be started" in first.console, what="the reason")

@@ -174,7 +174,7 @@ ip -n node1 rule add pref 20 to 10.9.0.1 lookup 5
 def test_a_firewall_that_passes_the_endpoint_alone_is_one_line(network, tmp_path):
     """It names both machines and what to do, and neither waits for ever."""
     network.run(FIREWALL)
-    words = ("--nnodes", 2, "--rdzv-endpoint", "10.9.0.1:29500", "recovery.form_timeout_s=3")
+    words = ("--nnodes", 2, "--rdzv-endpoint", "10.9.0.1:29500", "recovery.form_timeout_s=2")
     for number in range(2):
         network.start(number, tmp_path / f"machine{number}", *words, "--node-rank", number)
     summary = tmp_path / "machine0" / "logs" / "summary.json"
@@ -183,7 +183,7 @@ def test_a_firewall_that_passes_the_endpoint_alone_is_one_line(network, tmp_path
     poll(lambda: not processes_with(network.mark), what="the ends of all")
     host = socket.gethostname()
     line = (
-        f"the ranks did not form within 3 s: perhaps node 0 ({host}) and node 1 ({host}) cannot reach"
+        f"the ranks did not form within 2 s: perhaps node 0 ({host}) and node 1 ({host}) cannot reach"
         " each other: let TCP through between them"
     )
     for console in consoles:
