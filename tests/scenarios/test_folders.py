@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
+
+import torch
 
 from .conftest import PATIENT
 from .harness import Run, poll
@@ -60,3 +63,21 @@ def test_folders_that_are_removed_are_made_again_and_locked(tmp_path):
     with Run(tmp_path, *SETTINGS, "--max-steps", summary["steps"] + 5) as run:
         assert run.wait() == 0, run.console
     assert run.summary()["steps"] == summary["steps"] + 5
+
+
+def test_a_file_in_place_of_the_checkpoints_leaves_a_summary_and_a_rescued_state(tmp_path):
+    """The last save goes to the log folder, and the end is said as for any disk that refuses."""
+    settings = (*SETTINGS, "recovery.checkpoint_timeout_s=3", "save_every_steps=50")
+    with Run(tmp_path, *settings, "--max-steps", 1_000_000) as run:
+        run.wait_for_checkpoint(50)
+        removed = tmp_path / "removed"
+        run.checkpoints.rename(removed)
+        run.checkpoints.touch()
+        run.signal(15)
+        assert run.wait() == 1, run.console
+    assert "Traceback" not in run.console
+    summary = run.summary()
+    assert summary["status"] == "failed"
+    rescued = Path(summary["checkpoint"])
+    assert rescued.parent.parent == run.logs
+    assert torch.load(rescued, weights_only=True)["counters"]["committed_step"] == summary["steps"]
