@@ -161,7 +161,7 @@ class LocalRuntime:
     def store_link(self) -> StoreLink:
         """The launcher's store; without one (srun, mp.spawn), rank 0 hosts it on the port that is named.
 
-        Raises BadInputError where none is named.
+        Raises BadInputError where none is named, or rank 0 cannot host it there.
         """
         try:
             host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -179,9 +179,11 @@ class LocalRuntime:
                     timeout=timedelta(seconds=STORE_TIMEOUT_S),
                     wait_for_workers=False,
                 )
-            except RuntimeError:  # the port is taken: perhaps by a store of the program's
+            except RuntimeError as error:  # the port is taken: perhaps by a store of the program's
                 if not self.may_find_store:
-                    raise
+                    why = str(error).partition("\n")[0]
+                    expected = f"name this machine and a free port: no store at {host} ({why})"
+                    raise BadInputError("MASTER_PORT", port, expected) from error
         return StoreLink(host, port, timeout_s=self.store_timeout_s)
 
     def report(self, message: Message) -> None:

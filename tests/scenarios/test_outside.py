@@ -223,6 +223,19 @@ def free_port():
             return port
 
 
+def test_a_port_that_another_program_has_is_one_line(tmp_path):
+    """Rank 0 hosts the store where no launcher does; the variables may be left over in a shell."""
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with by_hand(tmp_path, 0, port) as first:
+            assert first.wait() == 2, first.console
+    assert "Traceback" not in first.console
+    named = f"MASTER_PORT={port}: name this machine and a free port: no store at 127.0.0.1 ("
+    assert first.console.splitlines()[-1].startswith(f"ddp_runner: error: {named}")
+
+
 def test_ranks_that_are_started_by_hand_resume_when_they_are_started_again(
     fault_free, tmp_path, monkeypatch
 ):
