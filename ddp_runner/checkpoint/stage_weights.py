@@ -10,6 +10,7 @@ from ddp_runner.checkpoint.catalog import Catalog
 from ddp_runner.checkpoint.manifest import checkpoint_name
 from ddp_runner.core.run_stages import AVERAGE, BEST
 from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.system.launch_folder import at_launch
 
 if TYPE_CHECKING:
     from ddp_runner.core.settings import Settings
@@ -24,9 +25,9 @@ def with_start_weights(settings: Settings) -> Settings:
     path = folder / checkpoint_name(place.first_step)
     average = AVERAGE if place.begins_with.endswith(AVERAGE) else ""
     if place.begins_with.removesuffix(AVERAGE) == BEST:
-        best = Catalog(folder).best(place.before)
+        best = Catalog(at_launch(folder)).best(place.before)
         if best is None:
             expected = f"no checkpoint of stage {place.before} in {folder} has a loss to be judged by: take previous"
             raise BadInputError(f"stage {place.name}: init_from", BEST, expected)
-        path = best.path
+        path = folder / best.path.name
     return replace(settings, run=replace(settings.run, init_from=f"{path}{average}"))

@@ -58,6 +58,7 @@ from ddp_runner.observe.accounting import RunAccounting
 from ddp_runner.observe.journal import MetricsFile
 from ddp_runner.observe.logger import DDPLogger
 from ddp_runner.observe.summary import EndOfRun, RunFindings, write_summary
+from ddp_runner.system.launch_folder import at_launch, begin_here
 
 STORE_TIMEOUT_S = 60.0
 
@@ -246,6 +247,7 @@ def _logger(path: Path, *, rank: int, debug: bool) -> DDPLogger:
 
 def local_runtime(settings: Settings, rank: int, world_size: int) -> LocalRuntime:
     """The surroundings of a trainer that a script or a notebook has made."""
+    begin_here()
     uses_group = has_programs_group()
     if uses_group:
         rank, world_size = _of_group(rank, world_size)
@@ -267,7 +269,7 @@ def local_runtime(settings: Settings, rank: int, world_size: int) -> LocalRuntim
     shows = rank == 0 and settings.log.display != "none"
     return LocalRuntime(
         rank_info=rank_info,
-        log_dir=Path(settings.run.log_dir),
+        log_dir=at_launch(settings.run.log_dir),
         debug=settings.run.debug,
         line=ProgressLine() if shows else None,
         records_as=settings.run.name,

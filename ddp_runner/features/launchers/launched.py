@@ -48,6 +48,7 @@ from ddp_runner.observe.format import printable
 from ddp_runner.observe.journal import MetricsFile
 from ddp_runner.observe.logger import install_root_handler
 from ddp_runner.observe.summary import EndOfRun, read_summary, write_summary
+from ddp_runner.system.launch_folder import at_launch, begin_here
 from ddp_runner.system.run_directories import RunDirectories
 from ddp_runner.training.figures.train_report import TrainReport, finished_message
 from ddp_runner.training.local_runtime import STORE_TIMEOUT_S, LocalRuntime, visible_gpu
@@ -76,7 +77,7 @@ class OutsideRuntime(LocalRuntime):
         self, *, rank_info: RankInfo, settings: Settings, origins: Mapping[str, str] = NO_ORIGINS
     ) -> None:
         """``origins``: where each setting came from, by dotted key."""
-        log_dir = Path(settings.run.log_dir)
+        log_dir = at_launch(settings.run.log_dir)
         super().__init__(rank_info=rank_info, log_dir=log_dir, debug=settings.run.debug)
         # The others wait there while rank 0 makes its last save, at last elsewhere.
         self.store_timeout_s = STORE_TIMEOUT_S + settings.recovery.checkpoint_timeout_s
@@ -212,10 +213,11 @@ def begin(
 
     Raises BadInputError where the run's folders are held by another one.
     """
+    begin_here()
     rank_info = _rank_info(rank, is_on_gpu=is_on_gpu)
     if "TORCHELASTIC_RUN_ID" in os.environ:  # other launchers may end before their ranks
         parent_death.die_with_parent(os.getppid())
-    directories = RunDirectories(settings.run)
+    directories = RunDirectories(settings.run, path_of=at_launch)
     if rank_info.rank == 0:  # who saves; held to the end of the process
         directories.claim(patience_s=_PREDECESSOR_ENDS_S)
     _share_cores(settings, rank_info, cores=cores)
@@ -296,7 +298,7 @@ def _write_summary(
 ) -> None:
     """Write the summary of all restarts of this job, which count as one run."""
     # Every rank has reported all that it had to before the ranks compared their weights.
-    log_dir = Path(settings.run.log_dir)
+    log_dir = at_launch(settings.run.log_dir)
     if _has_summed_up(log_dir, runtime.run_id, report):
         line = f"already complete: {report.steps:,} steps, nothing to train; the result is kept\n"
         sys.stdout.write(line)
