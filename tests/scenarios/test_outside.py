@@ -169,6 +169,17 @@ def test_a_single_pod_trains_supervised(tmp_path):
     assert "RANK=0 and WORLD_SIZE=1 of the environment are not used" in run.console
 
 
+def test_a_rank_of_a_launcher_is_as_quiet_as_it_is_told(tmp_path):
+    """No line a step and no start block; what is logged is in the files all the same."""
+    named = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    settings = ("--max-steps", 4, "num_workers=0", "log_interval=1", "-q")
+    with Run(tmp_path, *settings, world=1, variables=named) as run:
+        assert run.wait() == 0, run.console
+    assert "step 4" not in run.console
+    assert "global batch" not in run.console
+    assert (run.logs / "metrics.jsonl").read_text().count('"loss":') == 4
+
+
 def test_a_launch_beside_another_is_refused(tmp_path):
     """Also where the shell that started the first one has ended: that is none of its business."""
     with alone(tmp_path, **ready.environment()) as run:

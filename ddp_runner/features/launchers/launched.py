@@ -92,6 +92,7 @@ class OutsideRuntime(LocalRuntime):
         self._clock = _boot()
         self._notes = check_relations(settings)  # nobody else shows them here
         self._settings, self._origins = settings, origins
+        self._is_quiet = settings.log.console == "quiet"
         self._stop: StopReason | None = None
         limit = time_limit(
             max_time_s=settings.run.max_time,
@@ -114,9 +115,10 @@ class OutsideRuntime(LocalRuntime):
         """The one generation of this restart; rank 0 prints what there is to say before."""
         ready = replace(ready, notes=(*self._notes, *ready.notes))
         if self.rank_info.rank == 0:
+            lines = () if self._is_quiet else (*ready.block, *ready.notes)
             found = unread_warning(self._settings, self._origins, is_given_all=ready.is_given_all)
             warnings = (f"warning: {line}" for line in found)
-            print(*ready.block, *ready.notes, *warnings, sep="\n", flush=True)
+            print(*lines, *warnings, sep="\n", end="\n" * bool(lines or found), flush=True)
         return super().next_generation(ready)
 
     def report(self, message: Message) -> None:
@@ -131,6 +133,8 @@ class OutsideRuntime(LocalRuntime):
             print(message.action, flush=True)
         if isinstance(message, Metrics) and self._metrics is not None:
             self._metrics.write(message.step, message.rank, message.values)
+            if self._is_quiet:
+                return
             shown = (f"{name} {message.values[name]:.4g}" for name in sorted(message.values))
             sys.stdout.write(f"step {message.step}  {'  '.join(shown)}\n")
             sys.stdout.flush()
