@@ -57,7 +57,7 @@ def test_files_too_small_for_a_checkpoint_are_one_line(tmp_path):
     )
 
 
-def test_a_task_that_ends_the_process_at_its_import_is_told_with_the_code(tmp_path):
+def test_an_import_that_ends_its_process_is_named_with_its_code(tmp_path):
     """It says nothing itself; the exit code leads to the call of ``os._exit``."""
     (tmp_path / "mine.py").write_text("import os\nos._exit(3)\n")
     with Run(tmp_path, "--task", "mine.py", task=None) as run:

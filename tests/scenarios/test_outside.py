@@ -169,7 +169,7 @@ def test_a_single_pod_trains_supervised(tmp_path):
     assert "RANK=0 and WORLD_SIZE=1 of the environment are not used" in run.console
 
 
-def test_a_rank_of_a_launcher_is_as_quiet_as_it_is_told(tmp_path):
+def test_a_rank_of_a_launcher_is_as_quiet_as_asked(tmp_path):
     """No line a step and no start block; what is logged is in the files all the same."""
     named = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     settings = ("--max-steps", 4, "num_workers=0", "log_interval=1", "-q")
