@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from functools import partial
 
 from ddp_runner import installed
 from ddp_runner.kernel.rank import process
@@ -13,15 +12,21 @@ from ddp_runner.kernel.wire.fork_specs import RankSpec
 from ddp_runner.kernel.wire.messages import Fork
 from ddp_runner.rank import attach, trained
 from ddp_runner.rank.main_program import run_attached
+from ddp_runner.system.launch_folder import begin_here
 
 
 def ahead(modules: str) -> Ahead:
     """Return what is imported before ranks of a program, and the user's ``modules``, parted by commas."""
     return Ahead(
         ours=trained.IMPORTED_AHEAD,
-        settle=partial(installed.parts, "child"),
+        settle=_settle,
         theirs=tuple(filter(None, modules.split(","))),
     )
+
+
+def _settle() -> None:
+    begin_here()
+    installed.parts("child")
 
 
 def run(request: Fork, descriptors: list[int]) -> int:

@@ -18,6 +18,7 @@ from ddp_runner.kernel.wire import events
 from ddp_runner.kernel.wire.fork_specs import RankSpec
 from ddp_runner.kernel.wire.messages import Fork
 from ddp_runner.observe.logger import DDPLogger, install_root_handler
+from ddp_runner.system.launch_folder import at_launch, begin_here
 from ddp_runner.training.loading.loaders import collective_timeout_s
 from ddp_runner.training.starting.built_ahead import BuiltAhead
 from ddp_runner.training.starting.fork_safety import make_forks_safe
@@ -52,6 +53,7 @@ def ahead(task: str) -> Ahead:
 
 
 def _settle() -> None:
+    begin_here()
     installed.parts("child")
     make_forks_safe()
 
@@ -93,7 +95,7 @@ def begin(
     spec = request.spec
     assert isinstance(spec, RankSpec)
     settings = settings or config.from_record(spec.settings)
-    log = Path(settings.run.log_dir) / f"rank_{request.rank}.log"
+    log = at_launch(settings.run.log_dir) / f"rank_{request.rank}.log"
     output = process.become(request, output_descriptor, log=log)
     logger = DDPLogger(rank=request.rank, debug=settings.run.debug, seal=spec.log_seal)
     install_root_handler(logger)
@@ -102,7 +104,7 @@ def begin(
         link,
         logger=logger,
         output=output,
-        folder=Path(settings.run.checkpoint_dir),
+        folder=at_launch(settings.run.checkpoint_dir),
         timeout_s=collective_timeout_s(settings, is_watched=True),
         surround=lambda runtime: _surround(runtime, settings, spec),
     )

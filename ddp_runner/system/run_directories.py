@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -201,12 +202,13 @@ class DirectoryLock:
 class RunDirectories:
     """The log and checkpoint directories of one run; one live run has each of them."""
 
-    def __init__(self, run: Folders) -> None:
-        self._run = run
+    def __init__(self, run: Folders, *, path_of: Callable[[str], Path] = Path) -> None:
+        """``path_of``: the folder of a name, in a process that runs code of the user's."""
+        self._run, self._path_of = run, path_of
         way_on = "take another --name" if run.has_folders_of_its_name else "take another directory"
-        self._checkpoints = DirectoryLock(Path(run.checkpoint_dir), way_on=way_on)
+        self._checkpoints = DirectoryLock(path_of(run.checkpoint_dir), way_on=way_on)
         self._logs = DirectoryLock(
-            Path(run.log_dir), option="--log-dir", name=LOG_LOCK_NAME, way_on=way_on
+            path_of(run.log_dir), option="--log-dir", name=LOG_LOCK_NAME, way_on=way_on
         )
 
     def refuse_if_held(self) -> None:
@@ -240,7 +242,7 @@ class RunDirectories:
             ("--checkpoint-dir", self._run.checkpoint_dir),
         ):
             try:
-                Path(name).mkdir(parents=True, exist_ok=True)
+                self._path_of(name).mkdir(parents=True, exist_ok=True)
             except OSError as error:  # noqa: PERF203 - two names
                 raise BadInputError(option, name, f"cannot be made: {error.strerror}") from error
         try:
@@ -270,7 +272,7 @@ class RunDirectories:
     def _point(self) -> None:
         if latest := self._run.latest:
             with contextlib.suppress(OSError):  # a convenience: no run ends for want of it
-                point(Path(latest), Path(self._run.log_dir))
+                point(self._path_of(latest), self._path_of(self._run.log_dir))
 
     def release(self) -> None:
         """Let go of both."""

@@ -20,6 +20,7 @@ from ddp_runner.data.order import SampleOrder
 from ddp_runner.data.quarantine import Quarantine
 from ddp_runner.kernel.system.run_files import from_json, open_to_change
 from ddp_runner.observe.files import LineFile, Warn
+from ddp_runner.system.launch_folder import at_launch
 
 _TAIL_BYTES = 1 << 20  # more than the longest line
 
@@ -68,7 +69,7 @@ def open_audit(settings: Settings, slot: int, *, warn: Warn) -> Audit | None:
 
 def audit_path(settings: Settings, slot: int) -> Path:
     """Return the path of a slot's audit."""
-    return Path(settings.run.log_dir) / f"audit_rank_{slot}.jsonl"
+    return at_launch(settings.run.log_dir) / f"audit_rank_{slot}.jsonl"
 
 
 def who_completes(folders: Sequence[int], *, steps: Sequence[int]) -> dict[int, int]:

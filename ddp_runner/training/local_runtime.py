@@ -58,6 +58,7 @@ from ddp_runner.observe.accounting import RunAccounting
 from ddp_runner.observe.journal import MetricsFile
 from ddp_runner.observe.logger import DDPLogger
 from ddp_runner.observe.summary import EndOfRun, RunFindings, write_summary
+from ddp_runner.system.launch_folder import at_launch, begin_here
 
 STORE_TIMEOUT_S = 60.0
 
@@ -161,7 +162,7 @@ class LocalRuntime:
     def store_link(self) -> StoreLink:
         """The launcher's store; without one (srun, mp.spawn), rank 0 hosts it on the port that is named.
 
-        Raises BadInputError where none is named.
+        Raises BadInputError where none is named, or rank 0 cannot host it there.
         """
         try:
             host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -179,9 +180,11 @@ class LocalRuntime:
                     timeout=timedelta(seconds=STORE_TIMEOUT_S),
                     wait_for_workers=False,
                 )
-            except RuntimeError:  # the port is taken: perhaps by a store of the program's
+            except RuntimeError as error:  # the port is taken: perhaps by a store of the program's
                 if not self.may_find_store:
-                    raise
+                    why = str(error).partition("\n")[0]
+                    expected = f"name this machine and a free port: no store at {host} ({why})"
+                    raise BadInputError("MASTER_PORT", port, expected) from error
         return StoreLink(host, port, timeout_s=self.store_timeout_s)
 
     def report(self, message: Message) -> None:
@@ -244,6 +247,7 @@ def _logger(path: Path, *, rank: int, debug: bool) -> DDPLogger:
 
 def local_runtime(settings: Settings, rank: int, world_size: int) -> LocalRuntime:
     """The surroundings of a trainer that a script or a notebook has made."""
+    begin_here()
     uses_group = has_programs_group()
     if uses_group:
         rank, world_size = _of_group(rank, world_size)
@@ -265,7 +269,7 @@ def local_runtime(settings: Settings, rank: int, world_size: int) -> LocalRuntim
     shows = rank == 0 and settings.log.display != "none"
     return LocalRuntime(
         rank_info=rank_info,
-        log_dir=Path(settings.run.log_dir),
+        log_dir=at_launch(settings.run.log_dir),
         debug=settings.run.debug,
         line=ProgressLine() if shows else None,
         records_as=settings.run.name,

@@ -6,7 +6,6 @@ import contextlib
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol, TypeVar
 
 from ddp_runner.checkpoint.store import CheckpointStore
@@ -20,6 +19,7 @@ from ddp_runner.kernel.step.runtime import Runtime
 from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.kernel.wire.messages import Built
 from ddp_runner.memory.manager import Loads, MemoryManager
+from ddp_runner.system.launch_folder import at_launch
 from ddp_runner.training.figures.train_report import BuiltParts
 from ddp_runner.training.loading.loaders import watch_memory
 from ddp_runner.training.saves.last_save import refuse_small_files
@@ -113,7 +113,7 @@ def prepare(
     """
     settings, workload, state = setup.settings, setup.workload, setup.state
     store = CheckpointStore(
-        Path(settings.run.checkpoint_dir),
+        at_launch(settings.run.checkpoint_dir),
         keep_last=settings.checkpoint.keep_last,
         keep_every=settings.checkpoint.keep_every,
         disk=runtime.disk,

@@ -33,6 +33,7 @@ from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.faults import Fault, FaultError, FaultKind
 from ddp_runner.kernel.rules.phases import Stage
 from ddp_runner.kernel.step.runtime import RankInfo
+from ddp_runner.system.launch_folder import at_launch
 from ddp_runner.training.components.buffers import own_memory_of_buffers
 from ddp_runner.training.components.ema import build_ema
 from ddp_runner.training.components.improvement_watch import ImprovementWatch
@@ -598,7 +599,7 @@ def empty_quarantine(settings: Settings, dataset_size: int) -> Quarantine:
 def start_fresh(settings: Settings, state: TrainState) -> None:
     """Make ``state``, with a model that was just built, the one of step 0, or of the first of its stage."""
     with of_its_stage(settings):
-        begin_with(with_start_weights(settings), state)
+        begin_with(with_start_weights(settings, path_of=at_launch), state)
     go_on_counting(settings, state)
     state.committed_step = state.begun_step = first = state.first_step
     state.boundary_done_step = first - 1 if settings.log.evaluate_at_start else first

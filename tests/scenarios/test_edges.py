@@ -57,6 +57,15 @@ def test_files_too_small_for_a_checkpoint_are_one_line(tmp_path):
     )
 
 
+def test_an_import_that_ends_its_process_is_named_with_its_code(tmp_path):
+    """It says nothing itself; the exit code leads to the call of ``os._exit``."""
+    (tmp_path / "mine.py").write_text("import os\nos._exit(3)\n")
+    with Run(tmp_path, "--task", "mine.py", task=None) as run:
+        assert run.wait() == 1
+    said = "ERROR: the process that imports torch ended with exit code 3: it wrote nothing; "
+    assert said in run.console, run.console
+
+
 def test_sigquit_to_the_script_alone_ends_the_run(tmp_path):
     """Also where a shell that started it in the background has it ignore the signal."""
     settings = ("-b", "8", "--max-steps", "5000", "num_workers=1", "--audit")

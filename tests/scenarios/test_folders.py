@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import shutil
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
 
 from .conftest import PATIENT
-from .harness import Run, poll
+from .harness import ROOT, Run, poll
+from .test_names import SHORT, TASK
 
 FILES = (
     "supervisor.log",
@@ -60,3 +66,77 @@ def test_folders_that_are_removed_are_made_again_and_locked(tmp_path):
     with Run(tmp_path, *SETTINGS, "--max-steps", summary["steps"] + 5) as run:
         assert run.wait() == 0, run.console
     assert run.summary()["steps"] == summary["steps"] + 5
+
+
+def test_a_file_in_place_of_the_checkpoints_leaves_a_summary(tmp_path):
+    """The last save goes to the log folder, and the end is said as for any disk that refuses."""
+    settings = (*SETTINGS, "recovery.checkpoint_timeout_s=3", "save_every_steps=50")
+    with Run(tmp_path, *settings, "--max-steps", 1_000_000) as run:
+        run.wait_for_checkpoint(50)
+        removed = tmp_path / "removed"
+        run.checkpoints.rename(removed)
+        run.checkpoints.touch()
+        run.signal(15)
+        assert run.wait() == 1, run.console
+    assert "Traceback" not in run.console
+    summary = run.summary()
+    assert summary["status"] == "failed"
+    rescued = Path(summary["checkpoint"])
+    assert rescued.parent.parent == run.logs
+    assert torch.load(rescued, weights_only=True)["counters"]["committed_step"] == summary["steps"]
+
+
+LEAVES = (
+    'import os\nos.chdir(os.path.join(os.path.dirname(os.path.abspath(__file__)), "elsewhere"))\n'
+)
+
+
+@pytest.mark.parametrize("place", ["class ", "    def build_datasets", "        return "])
+def test_a_task_that_changes_the_working_directory_keeps_its_files(tmp_path, place):
+    """Relative folders, the task's file and a checkpoint to resume from mean what they meant at the launch."""
+    source = textwrap.dedent(TASK)
+    indent = len(place) - len(place.lstrip())
+    if place == "    def build_datasets":
+        source = source.replace(place, "    def build_datasets", 1)
+        head, found, rest = source.partition(place)
+        line, _, body = rest.partition("\n")
+        source = f"{head}{found}{line}\n{textwrap.indent(LEAVES, ' ' * 8)}{body}"
+    else:
+        head, found, rest = source.partition(place)
+        source = f"{head}{textwrap.indent(LEAVES, ' ' * indent)}{found}{rest}"
+    (tmp_path / "mine.py").write_text(source)
+    (tmp_path / "elsewhere").mkdir()
+    words = ("--task", "mine.py", "recovery.drill_at=2", "save_every_steps=4")
+    kill = ("--inject", "kill:rank=0,step=6")
+    with Run(tmp_path, *words, *SHORT, 12, *kill, task=None) as run:
+        assert run.wait() == 0, run.console
+    run.logs, folder = tmp_path / "logs" / "mine", Path("checkpoints", "mine")
+    summary = run.summary()
+    assert summary["exact"] is True, summary["inexact_reasons"]
+    assert summary["checkpoint"] == str(folder / "step_00000012.pt")
+    assert f"saved {folder / 'step_00000012.pt'} (" in run.console
+    assert "cannot be written" not in run.console
+    assert (tmp_path / folder / "final.pt").exists()
+    assert "saved" in (run.logs / "rank_0.log").read_text()
+    assert not list((tmp_path / "elsewhere").iterdir())
+    resume = ("--resume", folder / "step_00000008.pt")
+    with Run(tmp_path, *words, *SHORT, 12, *resume, task=None) as run:
+        assert run.wait() == 0, run.console
+    run.logs = tmp_path / "logs" / "mine"
+    assert run.digest == summary["weights_sha256"]
+
+
+def test_a_loop_that_changes_the_working_directory_resumes_from_its_checkpoints(tmp_path):
+    """So does Hydra before a program's own lines, and many a program at its top."""
+    program = (ROOT / "docs/examples/my_loop.py").read_text()
+    (tmp_path / "mine.py").write_text(program.replace("run = ddp", f"{LEAVES}run = ddp", 1))
+    (tmp_path / "elsewhere").mkdir()
+    words = ("save_every_steps=20", "recovery.drill_at=2")
+    with Run(
+        tmp_path, *words, "--inject", "kill:rank=1,step=30", "mine.py", task=None, verb="run"
+    ) as run:
+        assert run.wait() == 0, run.console
+    run.logs = tmp_path / "logs" / "mine"
+    assert run.summary()["exact"] is True, run.summary()["inexact_reasons"]
+    assert (tmp_path / "checkpoints" / "mine" / "last").read_text() == "step_00000200.pt\n"
+    assert [path.name for path in (tmp_path / "elsewhere").iterdir()] == ["product.pt"]

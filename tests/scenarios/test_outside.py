@@ -169,6 +169,17 @@ def test_a_single_pod_trains_supervised(tmp_path):
     assert "RANK=0 and WORLD_SIZE=1 of the environment are not used" in run.console
 
 
+def test_a_rank_of_a_launcher_is_as_quiet_as_asked(tmp_path):
+    """No line a step and no start block; what is logged is in the files all the same."""
+    named = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    settings = ("--max-steps", 4, "num_workers=0", "log_interval=1", "-q")
+    with Run(tmp_path, *settings, world=1, variables=named) as run:
+        assert run.wait() == 0, run.console
+    assert "step 4" not in run.console
+    assert "global batch" not in run.console
+    assert (run.logs / "metrics.jsonl").read_text().count('"loss":') == 4
+
+
 def test_a_launch_beside_another_is_refused(tmp_path):
     """Also where the shell that started the first one has ended: that is none of its business."""
     with alone(tmp_path, **ready.environment()) as run:
@@ -221,6 +232,19 @@ def free_port():
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
+
+
+def test_a_port_that_another_program_has_is_one_line(tmp_path):
+    """Rank 0 hosts the store where no launcher does; the variables may be left over in a shell."""
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with by_hand(tmp_path, 0, port) as first:
+            assert first.wait() == 2, first.console
+    assert "Traceback" not in first.console
+    named = f"MASTER_PORT={port}: name this machine and a free port: no store at 127.0.0.1 ("
+    assert first.console.splitlines()[-1].startswith(f"ddp_runner: error: {named}")
 
 
 def test_ranks_that_are_started_by_hand_resume_when_they_are_started_again(

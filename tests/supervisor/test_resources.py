@@ -14,3 +14,10 @@ def test_only_temporary_files_of_our_own_naming_are_removed(tmp_path):
     assert remove_temporary_files(tmp_path) == [left]
     assert list(tmp_path.iterdir()) == [kept]
     assert remove_temporary_files(tmp_path / "not there") == []
+
+
+def test_a_folder_that_cannot_be_read_stops_no_end(tmp_path):
+    """Its disk may be gone, or a file may be in its place."""
+    in_its_place = tmp_path / "checkpoints"
+    in_its_place.touch()
+    assert remove_temporary_files(in_its_place) == []

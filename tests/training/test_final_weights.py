@@ -59,7 +59,8 @@ def parts_of(folder, *, ema=True, disk=None, model=None):
             parameter.add_(1.0)
     disk = disk or RealDisk()
     store = CheckpointStore(folder, keep_last=2, disk=disk)
-    return SimpleNamespace(state=state, store=store, runtime=Said(disk))
+    settings = SimpleNamespace(run=SimpleNamespace(checkpoint_dir=str(folder)))
+    return SimpleNamespace(state=state, store=store, runtime=Said(disk), settings=settings)
 
 
 def read(folder, name):

@@ -12,6 +12,7 @@ import pytest
 
 from ddp_runner.core.settings import RunSettings, Settings
 from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.system.launch_folder import begin_here
 from ddp_runner.training.starting.task_import import import_task_module, load_task
 from ddp_runner.training.task import Task
 
@@ -143,6 +144,7 @@ def test_relative_path_is_from_the_working_directory(tmp_path, monkeypatch):
     """FILE.py may be relative, as on any command line."""
     write(tmp_path, TASK_SOURCE)
     monkeypatch.chdir(tmp_path)
+    begin_here()
     assert type(load_task(settings("my_task.py:Mine"))).__name__ == "Mine"
 
 

@@ -26,6 +26,7 @@ from ddp_runner.kernel.wire.board import Cell, Slot
 from ddp_runner.kernel.wire.events import Injected
 from ddp_runner.kernel.wire.fork_specs import RankSpec, SaverSpec
 from ddp_runner.kernel.wire.messages import Inject
+from ddp_runner.system.launch_folder import at_launch
 
 FOREVER_S = 1e6
 SPIKE_FACTOR = 1e4
@@ -41,7 +42,7 @@ def surround_rank(runtime: SupervisedRuntime, settings: Settings, spec: RankSpec
     disk = FaultyDisk(
         runtime.may_not_publish,
         trouble=shared_trouble(spec.saver_trouble) if rank == 0 else None,
-        folder=Path(settings.run.checkpoint_dir),
+        folder=at_launch(settings.run.checkpoint_dir),
     )
 
     def announce(number: int, kind: InjectKind) -> None:

@@ -48,6 +48,7 @@ from ddp_runner.observe.format import printable
 from ddp_runner.observe.journal import MetricsFile
 from ddp_runner.observe.logger import install_root_handler
 from ddp_runner.observe.summary import EndOfRun, read_summary, write_summary
+from ddp_runner.system.launch_folder import at_launch, begin_here
 from ddp_runner.system.run_directories import RunDirectories
 from ddp_runner.training.figures.train_report import TrainReport, finished_message
 from ddp_runner.training.local_runtime import STORE_TIMEOUT_S, LocalRuntime, visible_gpu
@@ -76,7 +77,7 @@ class OutsideRuntime(LocalRuntime):
         self, *, rank_info: RankInfo, settings: Settings, origins: Mapping[str, str] = NO_ORIGINS
     ) -> None:
         """``origins``: where each setting came from, by dotted key."""
-        log_dir = Path(settings.run.log_dir)
+        log_dir = at_launch(settings.run.log_dir)
         super().__init__(rank_info=rank_info, log_dir=log_dir, debug=settings.run.debug)
         # The others wait there while rank 0 makes its last save, at last elsewhere.
         self.store_timeout_s = STORE_TIMEOUT_S + settings.recovery.checkpoint_timeout_s
@@ -91,6 +92,7 @@ class OutsideRuntime(LocalRuntime):
         self._clock = _boot()
         self._notes = check_relations(settings)  # nobody else shows them here
         self._settings, self._origins = settings, origins
+        self._is_quiet = settings.log.console == "quiet"
         self._stop: StopReason | None = None
         limit = time_limit(
             max_time_s=settings.run.max_time,
@@ -113,9 +115,10 @@ class OutsideRuntime(LocalRuntime):
         """The one generation of this restart; rank 0 prints what there is to say before."""
         ready = replace(ready, notes=(*self._notes, *ready.notes))
         if self.rank_info.rank == 0:
+            lines = () if self._is_quiet else (*ready.block, *ready.notes)
             found = unread_warning(self._settings, self._origins, is_given_all=ready.is_given_all)
             warnings = (f"warning: {line}" for line in found)
-            print(*ready.block, *ready.notes, *warnings, sep="\n", flush=True)
+            print(*lines, *warnings, sep="\n", end="\n" * bool(lines or found), flush=True)
         return super().next_generation(ready)
 
     def report(self, message: Message) -> None:
@@ -130,6 +133,8 @@ class OutsideRuntime(LocalRuntime):
             print(message.action, flush=True)
         if isinstance(message, Metrics) and self._metrics is not None:
             self._metrics.write(message.step, message.rank, message.values)
+            if self._is_quiet:
+                return
             shown = (f"{name} {message.values[name]:.4g}" for name in sorted(message.values))
             sys.stdout.write(f"step {message.step}  {'  '.join(shown)}\n")
             sys.stdout.flush()
@@ -212,10 +217,11 @@ def begin(
 
     Raises BadInputError where the run's folders are held by another one.
     """
+    begin_here()
     rank_info = _rank_info(rank, is_on_gpu=is_on_gpu)
     if "TORCHELASTIC_RUN_ID" in os.environ:  # other launchers may end before their ranks
         parent_death.die_with_parent(os.getppid())
-    directories = RunDirectories(settings.run)
+    directories = RunDirectories(settings.run, path_of=at_launch)
     if rank_info.rank == 0:  # who saves; held to the end of the process
         directories.claim(patience_s=_PREDECESSOR_ENDS_S)
     _share_cores(settings, rank_info, cores=cores)
@@ -296,7 +302,7 @@ def _write_summary(
 ) -> None:
     """Write the summary of all restarts of this job, which count as one run."""
     # Every rank has reported all that it had to before the ranks compared their weights.
-    log_dir = Path(settings.run.log_dir)
+    log_dir = at_launch(settings.run.log_dir)
     if _has_summed_up(log_dir, runtime.run_id, report):
         line = f"already complete: {report.steps:,} steps, nothing to train; the result is kept\n"
         sys.stdout.write(line)

@@ -31,6 +31,7 @@ from ddp_runner.kernel.wire.events import Diagnosed, Drill, DrillSkipped
 from ddp_runner.kernel.wire.fork_specs import DrillSpec
 from ddp_runner.kernel.wire.messages import Fork
 from ddp_runner.observe.logger import DDPLogger, install_root_handler
+from ddp_runner.system.launch_folder import at_launch
 from ddp_runner.training.own_loop.declared import OwnLoop
 from ddp_runner.training.own_loop.parts import LoopParts
 from ddp_runner.training.rank_context import TaskParts
@@ -61,7 +62,7 @@ def main(request: Fork, descriptors: list[int]) -> int:
     parent_death.mark_own_children()
     channel = Channel.from_descriptor(control)
     settings = config.from_record(spec.settings)
-    _write_to_log(Path(settings.run.log_dir) / LOG_NAME, otherwise=output)
+    _write_to_log(at_launch(settings.run.log_dir) / LOG_NAME, otherwise=output)
     rank_info = RankInfo(
         rank=spec.rank,
         local_rank=spec.rank % spec.local_world_size,
@@ -87,7 +88,7 @@ def main(request: Fork, descriptors: list[int]) -> int:
         os._exit(0)
 
     try:
-        folder = Path(spec.folder)
+        folder = at_launch(spec.folder)
         if spec.program is not None:
             compare_loop(spec.program, settings, rank_info, folder=folder, logger=logger, end=end)
         found = compare(settings, rank_info, step=spec.step, folder=folder, logger=logger)

@@ -52,6 +52,7 @@ from ddp_runner.kernel.system.disk import Disk
 from ddp_runner.kernel.system.run_files import replace_file
 from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.kernel.wire.messages import DrillAt, DrillPart, NotKept
+from ddp_runner.system.launch_folder import at_launch
 from ddp_runner.training.beside_steps import NOTHING, BesideSteps, Noting
 from ddp_runner.training.exactness.first_step import report_lost_carried
 from ddp_runner.training.exactness.own_share import ShareNotes
@@ -112,7 +113,7 @@ class Drills(BesideSteps):
         self._drill_at = settings.recovery.drill_at if is_wanted else None
 
         self._parts = parts
-        self._folder = Path(settings.run.checkpoint_dir)
+        self._folder = at_launch(settings.run.checkpoint_dir)
         self._total_steps = workload.length.total_steps
         self._device = workload.device
         self._state = parts.state

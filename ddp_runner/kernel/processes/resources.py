@@ -19,9 +19,15 @@ from ddp_runner.kernel.wire.fork_specs import Program, SaverSpec
 
 
 def remove_temporary_files(directory: Path) -> list[Path]:
-    """Remove what writers of this machine that have ended left half written; what was removed."""
+    """Remove what writers of this machine that have ended left half written; what was removed.
+
+    A folder that cannot be read, such as one whose disk is gone, must not stop the end of a run.
+    """
     removed = []
-    dead, _ = left_over(directory)
+    try:
+        dead, _ = left_over(directory)
+    except OSError:
+        return []
     for path in dead:
         with contextlib.suppress(OSError):
             path.unlink()

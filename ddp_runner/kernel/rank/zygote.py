@@ -214,8 +214,11 @@ def driver_has_started(library: str = "libcuda.so.1") -> bool:
     return int(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int()))) != _CUDA_NOT_INITIALIZED
 
 
-def _start_again(descriptor: int, words: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
+def _start_again(
+    descriptor: int, words: Sequence[str], environment: Mapping[str, str], folder: int
+) -> NoReturn:
     """Be a new zygote in the same process: of what was imported nothing is left, no thread and no driver."""
+    os.fchdir(folder)
     os.set_inheritable(descriptor, True)
     command = [sys.executable, start.__file__, "ddp_runner.kernel.rank.zygote", *words]
     os.execve(command[0], command, environment)  # noqa: S606 - our own interpreter and module
@@ -231,7 +234,8 @@ def main(arguments: list[str]) -> int:
     start.write_stacks_when_asked()  # a user's module may import for ever
     channel = Channel.from_descriptor(descriptor)
     wanted, left_out = arguments[2], arguments[3:]
-    environment = dict(os.environ)  # before anybody's import changes it
+    # Before anybody's import changes them.
+    environment, folder = dict(os.environ), os.open(".", os.O_RDONLY | os.O_CLOEXEC)
     ahead_s = 0.0
     if wanted.startswith(start.ZYGOTE_AHEAD):
         ahead_s = preload(wanted.removeprefix(start.ZYGOTE_AHEAD))
@@ -246,7 +250,8 @@ def main(arguments: list[str]) -> int:
         import_s = ahead_s + preload(wanted)
     except UnfitForForksError as unfit:
         words = [*arguments[:2], unfit.wanted, *left_out, str(unfit)]
-        _start_again(descriptor, words, environment)
+        _start_again(descriptor, words, environment, folder)
+    os.close(folder)
     torch_version = str(sys.modules["torch"].__version__)
     if left := what_forks_inherit():
         left_out = [*left_out, f"after the imports {left}: ranks that are forked may not work"]

@@ -129,7 +129,7 @@ class ZygoteKeeper:
         )
         hung, self._asked_at_s, self._hangs = self._hangs, None, ""
         self._lost += 1
-        died = "died"
+        died = f"ended with exit code {ended.exit_code}"
         if ended.signal_number is not None:
             died = f"died of {signal_name(ended.signal_number)}"
         # Forks that it still owed will never be answered.
@@ -140,7 +140,11 @@ class ZygoteKeeper:
                 self._world.forget_start(handle)
                 self._repair.schedule_respawn(handle)
         if not self._may_start_another(ended, hung=bool(hung)):
-            last = output.splitlines()[-1] if output else "it said nothing"
+            last = (
+                output.splitlines()[-1]
+                if output
+                else "it wrote nothing; look at what your code does when it is imported"
+            )
             reason = hung or f"{died}: {last}"
             return NoZygote(reason=f"the process that imports torch {reason}", detail=output)
         if self._node.promote_standby():

@@ -19,6 +19,7 @@ from ddp_runner.core.settings import Settings
 from ddp_runner.kernel.rules.phases import Phase
 from ddp_runner.kernel.step.runtime import Runtime
 from ddp_runner.kernel.wire.board import Slot
+from ddp_runner.system.launch_folder import at_launch
 
 TABLE_ROWS = 25
 _ROWS_SHOWN = 5
@@ -61,7 +62,7 @@ def step_profile(
         runtime.logger.warning(f"{OPTION}={text}: {where}")
     if asked.first > total_steps:
         return StepProfile()
-    folder = Path(settings.run.log_dir)
+    folder = at_launch(settings.run.log_dir)
     found = Profile(asked, folder=folder, rank=rank, device=device, runtime=runtime)
     if asked.memory:
         found.watch_memory()

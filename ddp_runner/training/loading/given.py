@@ -15,6 +15,7 @@ from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.config.run_names import HANDED_OVER
 from ddp_runner.core.settings import Settings
 from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.system.launch_folder import begin_here
 from ddp_runner.training.components.ema import Ema
 from ddp_runner.training.starting.task_import import load_task
 
@@ -56,6 +57,7 @@ def give_average(model: nn.Module, ema: Ema | None) -> nn.Module:
 
 def load_trained(settings: Settings, checkpoint_dir: Path) -> nn.Module:
     """The task's model, on the CPU, as the last checkpoint has it. Raises BadInputError."""
+    begin_here()
     loaded = CheckpointStore(checkpoint_dir, keep_last=settings.checkpoint.keep_last).load("last")
     if loaded is None:
         raise BadInputError("checkpoint_dir", checkpoint_dir, "holds no checkpoint")

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,6 +45,7 @@ from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.kernel.wire.events import RepairedInPlace, TuningChanged
 from ddp_runner.kernel.wire.messages import LoaderWorkers
 from ddp_runner.memory.manager import Loads, MemoryManager
+from ddp_runner.system.launch_folder import at_launch
 from ddp_runner.training.rank_context import TaskParts
 from ddp_runner.training.state import TrainState
 from ddp_runner.training.task import Datasets
@@ -329,7 +329,7 @@ def collective_timeout_s(settings: Settings, *, is_watched: bool) -> float:
 def open_quarantine(parts: TaskParts, *, is_first: bool) -> None:
     """Share the bad samples of the run with its other ranks; what is known from before is reported once."""
     quarantine, runtime = parts.state.quarantine, parts.runtime
-    folder, place = Path(parts.settings.run.log_dir), parts.settings.stage
+    folder, place = at_launch(parts.settings.run.log_dir), parts.settings.stage
     stage = "" if place is None else place.data_key
     quarantine.attach(folder / QUARANTINE_FILE, run_id=runtime.run_id, stage=stage)
     for name, of_data in parts.state.validation_quarantines.items():

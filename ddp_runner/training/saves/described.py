@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -16,6 +15,7 @@ from ddp_runner.core.settings import JsonValue, Settings
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.secrets import holds_secret
 from ddp_runner.observe.tracker_position import position_path, read_position
+from ddp_runner.system.launch_folder import at_launch
 from ddp_runner.training.state import TrainState
 from ddp_runner.training.task import Describes, Task
 
@@ -57,7 +57,7 @@ def tracker_ids(settings: Settings) -> dict[str, JsonValue]:
     """Return each tracker's id and link for this run, as far as they are known."""
     found: dict[str, JsonValue] = {}
     for name in settings.log.trackers:
-        kept = read_position(position_path(Path(settings.run.log_dir), name)).get("kept")
+        kept = read_position(position_path(at_launch(settings.run.log_dir), name)).get("kept")
         if isinstance(kept, Mapping) and kept.get("id"):
             found[name] = {"id": str(kept["id"]), "link": str(kept.get("link", ""))}
     return found

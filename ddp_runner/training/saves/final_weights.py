@@ -21,6 +21,7 @@ from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.faults import FaultError
 from ddp_runner.kernel.rules.phases import Phase
 from ddp_runner.kernel.wire.board import Cell
+from ddp_runner.system.launch_folder import as_given
 from ddp_runner.training.exactness.first_step import report_inexact
 from ddp_runner.training.rank_context import RankParts
 from ddp_runner.training.saves.disk_faults import DiskFaults
@@ -54,7 +55,10 @@ def publish_final(parts: RankParts, best: BestWeights | None = None) -> None:
                         average.enter_context(state.ema.swapped_in(state.model))
                     weights = state.weights()
                 path = store.publish_weights(name, _on_host(weights or {}))
-            parts.runtime.logger.info(f"final weights{of}: {path}", step=state.committed_step)
+            parts.runtime.logger.info(
+                f"final weights{of}: {as_given(path, parts.settings.run.checkpoint_dir)}",
+                step=state.committed_step,
+            )
         if not has_average:
             store.withdraw_weights(FINAL_AVERAGE)
     except FaultError as error:

@@ -23,6 +23,7 @@ from ddp_runner.kernel.rules.faults import Fault, FaultError, FaultKind
 from ddp_runner.kernel.step.runtime import Runtime
 from ddp_runner.kernel.system.disk import Disk
 from ddp_runner.kernel.wire.board import Cell
+from ddp_runner.system.launch_folder import at_launch
 from ddp_runner.training.components.optimizer import bytes_to_come
 from ddp_runner.training.components.start_weights import without
 from ddp_runner.training.saves.disk_faults import DiskFaults
@@ -118,7 +119,7 @@ class LastSave:
 def rescue_folder(settings: Settings, run_id: str) -> Path:
     """Return the folder for a save that its own disk refuses; of this run alone, as nothing is set aside there."""
     base = settings.checkpoint.rescue_dir or settings.run.log_dir
-    return Path(base) / f"rescued_{run_id}"
+    return at_launch(base) / f"rescued_{run_id}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

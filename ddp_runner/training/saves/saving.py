@@ -33,6 +33,7 @@ from ddp_runner.kernel.step.durable import Keep, KeepVotes, Owed, Trust
 from ddp_runner.kernel.step.runtime import Runtime
 from ddp_runner.kernel.wire import events, messages
 from ddp_runner.kernel.wire.board import Cell
+from ddp_runner.system.launch_folder import as_given
 from ddp_runner.training.saves.described import about_file, tracker_ids
 from ddp_runner.training.saves.disk_faults import DiskFaults
 from ddp_runner.training.saves.last_save import BEFORE_END, LastSave
@@ -504,10 +505,12 @@ class Saving:
         step, blocked_s = saved.manifest.step, saved.blocked_s if blocked_s is None else blocked_s
         waited_s = blocked_s + compare_s
         self.policy.saved(blocked_s=blocked_s, write_s=saved.blocked_s)
-        self._progress.checkpoint = str(saved.path)
+        run, rescue_dir = self._settings.run, self._settings.checkpoint.rescue_dir
+        path = as_given(saved.path, run.checkpoint_dir, run.log_dir, rescue_dir)
+        self._progress.checkpoint = str(path)
         self._progress.checkpoint_step = step
         self._runtime.logger.info(
-            f"saved {saved.path} (blocked training for {waited_s:.2f} s)",
+            f"saved {path} (blocked training for {waited_s:.2f} s)",
             step=step,
         )
         for note in saved.notes:
@@ -516,7 +519,7 @@ class Saving:
             events.CheckpointSaved(
                 rank=self._runtime.rank_info.rank,
                 step=step,
-                path=str(saved.path),
+                path=str(path),
                 blocked_s=waited_s,
                 size_bytes=saved.manifest.size_bytes,
                 sha256=saved.manifest.sha256,

@@ -19,6 +19,7 @@ from ddp_runner.core.hub import is_of_hub
 from ddp_runner.core.run_stages import BEST
 from ddp_runner.core.settings import Settings
 from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.system.launch_folder import at_launch
 from ddp_runner.training.components.start_weights import filled, place_of
 from ddp_runner.training.starting.fitting import check_values, check_weights
 from ddp_runner.training.state import TrainState
@@ -61,7 +62,7 @@ def begin_with(settings: Settings, state: TrainState) -> None:
     path, average = config.init_from_path(value)
     if is_of_hub(value):
         path, average = fetched(value), False
-    found, own = read_weights(path, average=average), state.weights()
+    found, own = read_weights(at_launch(path), average=average), state.weights()
     weights: dict[str, Any] | None = dict(found.weights)
     if found.start:
         weights = filled(found.weights, found.start, own)

@@ -21,6 +21,7 @@ from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.faults import FaultError
 from ddp_runner.kernel.rules.phases import Stage
 from ddp_runner.kernel.step.runtime import Runtime
+from ddp_runner.system.launch_folder import as_given, at_launch
 from ddp_runner.training.saves.save_room import open_slots
 from ddp_runner.training.starting.changes import note_changes, tuning_of_changed
 from ddp_runner.training.starting.fitting import check_weights, misfit, warn_of_values
@@ -47,17 +48,16 @@ def load_start(
     Raises BadInputError where there is none that was asked for by name, or where it is of another
     run, does not fit the model, or lies beyond the end.
     """
-    loaded = (
-        None
-        if settings.run.resume == "none"
-        else store.load(settings.run.resume, set_bad_aside=True)
-    )
+    resume, folder = settings.run.resume, settings.run.checkpoint_dir
+    which = resume if resume in ("none", *WORDS) else str(at_launch(Path(resume).expanduser()))
+    loaded = None if which == "none" else store.load(which, set_bad_aside=True)
     is_found, loaded = loaded is not None, of_this_stage(settings, loaded)
     if loaded is not None:
-        _refuse_other_resume_key(settings, workload, loaded)
+        where = str(as_given(loaded.path, folder))
+        _refuse_other_resume_key(settings, workload, loaded, where=where)
         saved = completed_from_begin(settings, workload, state, loaded)
-        _restore(settings, state, saved, where=str(loaded.path))
-        _refuse_earlier_end(settings, workload, state, where=str(loaded.path))
+        _restore(settings, state, saved, where=where)
+        _refuse_earlier_end(settings, workload, state, where=where)
         _forget_other_end(settings, workload, state)
         state.begun_step = state.committed_step
         state.is_rehearsed = False  # by another launch
@@ -101,7 +101,9 @@ def load_copy(
     store.set_damaged_aside(damaged)
     saved = completed_in_run(settings, workload, state, store, loaded)
     try:
-        _restore(settings, state, saved, where=str(loaded.path))
+        _restore(
+            settings, state, saved, where=str(as_given(loaded.path, settings.run.checkpoint_dir))
+        )
     except BadInputError as error:
         slots.clear()
         # Nothing of a half is left where a file comes over it: without one, what is here begins nothing.
@@ -184,14 +186,14 @@ def take_up(
     if loaded is not None or state.begun_with:
         warn_of_values(state, runtime.logger.warning)
     if loaded is not None:
-        progress.checkpoint = str(loaded.path)
+        progress.checkpoint = str(as_given(loaded.path, settings.run.checkpoint_dir))
         if loaded.path.parent.resolve() == store.directory.resolve():
             progress.checkpoint_step = state.committed_step  # else it is to be saved here
         return TakenUp(loaded=loaded, progress=progress, run_id=loaded.manifest.run_id)
     begin = begin_of(settings)
     if begin is None:
         return TakenUp(loaded=None, progress=progress)
-    progress.checkpoint = str(store.directory / begin.file)
+    progress.checkpoint = str(Path(settings.run.checkpoint_dir) / begin.file)
     progress.checkpoint_step = state.committed_step
     return TakenUp(loaded=None, progress=progress, run_id=begin.run_id)
 
@@ -269,7 +271,7 @@ def _begun_from(settings: Settings, state: TrainState) -> Path | None:
     """The file that was resumed by its path; where that is a folder, a newer one may be there now."""
     if settings.run.resume in WORDS:
         return None
-    path = Path(settings.run.resume).expanduser().resolve()
+    path = at_launch(Path(settings.run.resume).expanduser()).resolve()
     if state.begun_step == EMPTY_STEP:
         return path
     return (path if path.is_dir() else path.parent) / checkpoint_name(state.begun_step)
@@ -300,7 +302,9 @@ def _note_best(
         state.changes = (*state.changes, f"{config.words_of(resume='best')}: {gone}")
 
 
-def _refuse_other_resume_key(settings: Settings, workload: Workload, loaded: Loaded) -> None:
+def _refuse_other_resume_key(
+    settings: Settings, workload: Workload, loaded: Loaded, *, where: str
+) -> None:
     old = loaded.manifest.meaning
     # With the salts of the file, without which no secret could be compared.
     new = config.aligned(old, {**workload.resume_key, **config.task_resume_key(settings, like=old)})
@@ -310,7 +314,7 @@ def _refuse_other_resume_key(settings: Settings, workload: Workload, loaded: Loa
         ways = config.ways_on(settings, old=old, new=new, world_size=devices)
         raise BadInputError(
             *config.resume_as_given(settings.run.resume),
-            f"{loaded.path} is of a run with other settings ({'; '.join(changes)}); {ways}",
+            f"{where} is of a run with other settings ({'; '.join(changes)}); {ways}",
         )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NoReturn
 
 from ddp_runner.checkpoint.catalog import Catalog
@@ -27,6 +26,7 @@ from ddp_runner.core.settings import Settings
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.step.runtime import Runtime
 from ddp_runner.kernel.wire.messages import OtherStage
+from ddp_runner.system.launch_folder import at_launch
 from ddp_runner.training.state import TrainState
 
 
@@ -90,7 +90,7 @@ def begin_of(settings: Settings) -> Manifest | None:
     """Return the manifest of the checkpoint with which the stage begins; None if the run begins with it."""
     if not steps_before(settings.stage):
         return None
-    folder = Path(settings.run.checkpoint_dir)
+    folder = at_launch(settings.run.checkpoint_dir)
     for entry in Catalog(folder).entries():
         if entry.step == steps_before(settings.stage) and entry.manifest is not None:
             return entry.manifest
@@ -124,7 +124,7 @@ def go_on_counting(settings: Settings, state: TrainState) -> None:
         state.tokens = float(tokens)
     place = settings.stage
     if place is not None and place.begins_with.removesuffix(AVERAGE) == BEST:
-        catalog = Catalog(Path(settings.run.checkpoint_dir))
+        catalog = Catalog(at_launch(settings.run.checkpoint_dir))
         if (taken := catalog.best(place.before)) is not None:
             gone = catalog.best_is_gone(taken, place.before)
             state.changes += (f"stage {place.name} begins with the best: {gone}",) if gone else ()

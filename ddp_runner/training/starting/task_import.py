@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal, Union, cast, get_args, get_origi
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.secrets import masked, secret_texts, without_secrets
 from ddp_runner.system.code_files import task_code
+from ddp_runner.system.launch_folder import at_launch
 from ddp_runner.training.task_methods import refuse_uncalled, slips
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ def import_task_module(spec: str) -> ModuleType:
     if parsed.file is not None:
         return _import_file(parsed.file, spec)
     try:
-        with _also_searched("" if spec in BUILT_IN_TASKS else _working_directory()):
+        with _also_searched("" if spec in BUILT_IN_TASKS else str(at_launch("").absolute())):
             module = importlib.import_module(parsed.module)
     except ModuleNotFoundError as error:
         wanted = error.name or ""
@@ -121,7 +122,7 @@ def task_modules(spec: str) -> Mapping[str, str]:
 
 
 def _modules(spec: str) -> dict[str, str]:
-    files, own = task_code(spec, folder=Path(_working_directory())).files, _SHA256_OF_SPEC[spec]
+    files, own = task_code(spec, folder=at_launch("")).files, _SHA256_OF_SPEC[spec]
     return {name: digest for name, digest in files.items() if not own.startswith(digest)}
 
 
@@ -146,13 +147,6 @@ def _also_searched(folder: str) -> Iterator[None]:
         raise
 
 
-def _working_directory() -> str:
-    try:
-        return str(Path.cwd())
-    except OSError:  # it was removed
-        return ""
-
-
 def _parse(text: str) -> _TaskSpec:
     """Take ``--task`` apart; raises BadInputError if it has none of the known forms."""
     if text in BUILT_IN_TASKS:
@@ -160,9 +154,9 @@ def _parse(text: str) -> _TaskSpec:
         return _TaskSpec(text=text, module=module, name=name)
     head, colon, name = text.rpartition(":")
     if text.endswith(".py"):
-        return _TaskSpec(text=text, file=Path(text).expanduser(), name="")
+        return _TaskSpec(text=text, file=at_launch(Path(text).expanduser()), name="")
     if head.endswith(".py"):
-        return _TaskSpec(text=text, file=Path(head).expanduser(), name=name)
+        return _TaskSpec(text=text, file=at_launch(Path(head).expanduser()), name=name)
     if colon and name.isidentifier() and all(part.isidentifier() for part in head.split(".")):
         return _TaskSpec(text=text, module=head, name=name)
     forms = f"{', '.join(BUILT_IN_TASKS)}, FILE.py[:NAME] or module:NAME"
