@@ -903,6 +903,28 @@ def test_functions_begin_again_from_what_they_found():
     assert state.buffers.followed_names() == [], "no step has written one"
 
 
+@pytest.mark.parametrize(("room_bytes", "committed_step"), [(1e9, 4), (1, -1)])
+def test_what_functions_change_on_the_modules_is_undone(room_bytes, committed_step):
+    """Numbers, lists and tensors beside the weights, first changed now; without room a tensor has no copy."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    model.temperature, model.seen, model[1].mask = 1.0, [], torch.ones(2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = kept_state(model=model, optimizer=optimizer)
+    state.committed_step = 4
+    state.keep_between()
+    state.begin_functions(room_bytes=room_bytes)
+    model.temperature *= 0.5
+    model.seen.append(4)
+    model.late = True
+    model[1].mask.mul_(0.5)
+    state.end_functions()
+    state.drop_unfinished_step()
+    assert (model.temperature, model.seen, hasattr(model, "late")) == (1.0, [], False)
+    assert state.committed_step == committed_step
+    if committed_step == 4:
+        assert torch.equal(model[1].mask, torch.ones(2))
+
+
 @pytest.mark.filterwarnings("ignore:Detected call of")
 @pytest.mark.parametrize(("writes", "committed_step"), [(False, 4), (True, -1)])
 def test_without_room_written_weights_cost_the_state(writes, committed_step):

@@ -252,6 +252,21 @@ class SideState:
         self._take_picture()
         return changed
 
+    def way_back(self, *, has_room: bool) -> Callable[[], bool]:
+        """Return a call that undoes what changes from now on; it returns False where some of it has no copy.
+
+        ``has_room``: tensors that steps do not change may be copied too.
+        """
+        self._owners = self._walk()
+        held = self._all(with_contents=has_room)
+        held |= {name: self._now(name) for name in self._followed if name in held}
+
+        def undo() -> bool:
+            changed = self.follow_changed_since(held)
+            return all(_is_in(held.get(name, _ABSENT), self._read(name)) for name in changed)
+
+        return undo
+
     def keep(self, step: int = 0) -> None:
         """A step is committed: remember what is followed as it is now; look at the rest, now and then."""
         now_s = time.perf_counter()
@@ -461,11 +476,13 @@ class SideState:
             return False
         return True
 
-    def _now(self, name: str) -> Kept:
+    def _read(self, name: str) -> Any:
         owner, key = self._place(name)
-        if owner is None or not owner.has(key):
-            return _ABSENT
-        return self._kept(owner.read(key))
+        return _NOTHING if owner is None or not owner.has(key) else owner.read(key)
+
+    def _now(self, name: str) -> Kept:
+        value = self._read(name)
+        return _ABSENT if value is _NOTHING else self._kept(value)
 
     def _place(self, name: str) -> tuple[_Owner | None, str]:
         path, _, key = name.rpartition(".")
@@ -483,11 +500,13 @@ class SideState:
         return issubclass(type(value), (nn.Module, Dataset))
 
     def _all(self, **options: Any) -> dict[str, Kept]:
-        return {
-            f"{owner.path}.{key}": self._kept(value, **options)
-            for owner in self._owners.values()
-            for key, value in owner.entries()
-        }
+        return {name: self._kept(value, **options) for name, value in self._entries()}
+
+    def _entries(self) -> Iterator[tuple[str, Any]]:
+        """Give the path and the value of each attribute that is looked at."""
+        for owner in self._owners.values():
+            for key, value in owner.entries():
+                yield f"{owner.path}.{key}", value
 
     def _walk(self) -> dict[str, _Owner]:
         """Every object that is looked at, by its path."""
@@ -569,7 +588,8 @@ def _free(path: str, owners: Mapping[str, _Owner]) -> str:
     return name
 
 
-_ABSENT = Kept(object())
+_NOTHING = object()
+_ABSENT = Kept(_NOTHING)
 
 
 def _is_in(kept: Kept, value: Any, *, whole: bool = False) -> bool:

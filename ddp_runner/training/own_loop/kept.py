@@ -358,10 +358,10 @@ class KeptState(TrainState):
         Where there is none, torch's count of changes says whether they have changed one.
         """
         self.functions_called_at = self.committed_step
-        others = {name: kept_of(value) for name, value in self._kept.others.items()}
         options = [_options_of(group) for group in self.optimizer.param_groups]
         buffers = [(one, one.clone()) for one in self.buffers.live()]
-        has_room = self.buffers.hold_all_bytes() <= room_bytes
+        has_room = self.buffers.hold_all_bytes() + self.side.hold_bytes() <= room_bytes
+        undo_side = self.side.way_back(has_room=has_room)
         held = self.buffers.hold_all() if has_room else {}
         looks, flags = self._parameter_versions(), self.flags()
 
@@ -370,8 +370,7 @@ class KeptState(TrainState):
             self.buffers.put_back_all(held)
             for live, was in buffers:
                 live.copy_(was)
-            for name, value in others.items():
-                value.given_back(self._kept.others[name])
+            is_whole = undo_side() and is_whole
             self.put_flags(flags)
             self._put_back(options)
             return is_whole
