@@ -903,6 +903,25 @@ def test_functions_begin_again_from_what_they_found():
     assert state.buffers.followed_names() == [], "no step has written one"
 
 
+def test_the_mode_of_each_module_is_part_of_the_state():
+    """It goes to another process, and is put back where a step or a function has changed it."""
+    model, *_, state = two_optimizers()
+    state.committed_step = 4
+    model[1].eval()
+    state.keep_between()
+    other_model, *_, other = two_optimizers()
+    other.restore(state.capture())
+    state.begin_functions(room_bytes=1e9)
+    model.eval()
+    state.end_functions()
+    assert state.capture()["in_eval"] == ["model", "model.0", "model.1"]
+    state.drop_unfinished_step()
+    model.train()
+    state.drop_unfinished_step()
+    for one in (model, other_model):
+        assert [part.training for part in one.modules()] == [True, True, False]
+
+
 @pytest.mark.parametrize(("room_bytes", "committed_step"), [(1e9, 4), (1, -1)])
 def test_what_functions_change_on_the_modules_is_undone(room_bytes, committed_step):
     """Numbers, lists and tensors beside the weights, first changed now; without room a tensor has no copy."""
