@@ -61,9 +61,10 @@ class _Owner:
         self._recomputed = _recomputed_names(of)
 
     def entries(self) -> Iterator[tuple[str, Any]]:
-        """Attribute -> value, as they are now."""
+        """Attribute -> value, as they are now; of a parameter, without those of torch and other libraries."""
+        is_tensor = isinstance(self.of, Tensor)
         for key, value in attributes_of(self.of).items():
-            if key not in self._recomputed:
+            if key not in self._recomputed and not (is_tensor and key.startswith("_")):
                 yield key, value
         if isinstance(self.of, nn.Module):
             unsaved = self.of._non_persistent_buffers_set  # noqa: SLF001 - there is no other way
@@ -158,6 +159,7 @@ class SideState:
         self._left: list[Any] = []  # of the objects, those that are too many
         self._left_name = ""  # of the first
         self._functions: dict[str, FunctionType] = {}  # those that keep nothing so far
+        self._parameters: dict[str, Tensor] = {}  # of the model
         self._closed: dict[str, Any] = {}  # what is not looked into, by its name
         self._owners = self._walk()
         self._traces = {name: Trace(value) for name, value in self._closed.items()}
@@ -225,8 +227,14 @@ class SideState:
 
     def follow_changed_since(self, held: Mapping[str, Kept]) -> list[str]:
         """Put back all that is not as it was held, and follow it from now on; its names."""
-        bare = [_Owner(path, at, is_models=False) for path, at in self._functions.items()]
-        every = (*self._owners.values(), *bare)  # functions that kept nothing may do so now
+        # Functions and parameters that kept nothing may do so now.
+        idle = {**self._functions, **self._noted_parameters()}
+        bare = [
+            _Owner(path, at, is_models=False)
+            for path, at in idle.items()
+            if path not in self._owners
+        ]
+        every = (*self._owners.values(), *bare)
         now = [f"{one.path}.{key}" for one in every for key, _ in one.entries()]
         changed = []
         giving = self._giving_back(held)
@@ -486,9 +494,10 @@ class SideState:
 
     def _place(self, name: str) -> tuple[_Owner | None, str]:
         path, _, key = name.rpartition(".")
-        if path not in self._owners and path in self._functions:
-            return _Owner(path, self._functions[path], is_models=False), key
-        return self._owners.get(path), key
+        if path in self._owners:
+            return self._owners[path], key
+        idle = self._functions.get(path, self._parameters.get(path))
+        return (None if idle is None else _Owner(path, idle, is_models=False)), key
 
     def _kept(self, value: Any, **options: Any) -> Kept:
         return kept_of(value, skipped=self._is_skipped, **options)
@@ -542,6 +551,8 @@ class SideState:
             closed[f"{self._left_name} and other objects"] = left
         closed |= self._beside()
         self._closed, self._functions = closed, functions
+        for path, parameter in self._noted_parameters().items():
+            owners.setdefault(path, _Owner(path, parameter, is_models=False))
         self._owned = frozenset(id(one.of) for one in owners.values())
         return owners
 
@@ -560,7 +571,13 @@ class SideState:
             owners.setdefault(name, _Owner(name, module, is_models=True))
             modules.add(id(module))
         self._own = frozenset(own)
+        named = self._model.named_parameters()
+        self._parameters = {f"model.{bare_of(name)}": one for name, one in named}
         return owners, modules
+
+    def _noted_parameters(self) -> dict[str, Tensor]:
+        """Return the parameters that the program has given attributes, by their paths."""
+        return {path: one for path, one in self._parameters.items() if vars(one)}
 
     def _note_used(self, *, whole: bool = False) -> None:
         """See which of what is not looked into is no longer as it was built."""
