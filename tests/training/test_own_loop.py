@@ -237,6 +237,16 @@ def _unkept_module_of_optimizer(run):
     run.steps(DATA, max_steps=1)
 
 
+class Around(torch.optim.Optimizer):
+    """Around another optimizer, as a lookahead."""
+
+    def __init__(self, inner):
+        self.inner, self.param_groups, self.slow = inner, inner.param_groups, []
+
+    def state_dict(self):
+        return {"inner": self.inner.state_dict(), "slow": self.slow}
+
+
 def _two_nets(run):
     run.ddp(nn.Linear(1, 1))
     run.ddp(nn.Linear(1, 1))
@@ -315,6 +325,7 @@ def _short_batches(run):
         (_kept_twice(local_first=False), "keep_local(own=...): run.keep() has this"),
         (_short_batches, "the batches ended after 4 steps of epoch 1"),
         (lambda run: run.keep(x=nn.Linear(1, 1), y=[1]), "has no state_dict()"),
+        (lambda run: run.keep(x=Around(parts()[1])), "keep the optimizer that it wraps"),
         (lambda run: run.every(steps=1, epochs=1), "every() needs steps= or epochs="),
         (lambda run: run.ddp(nn.Linear(1, 1), static_graph=True), "static_graph=...) is none of"),
         (lambda run: run.steps(DATA, max_steps=1), "no net"),

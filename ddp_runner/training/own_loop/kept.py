@@ -47,6 +47,12 @@ class KeptObjects:
         if isinstance(value, nn.Module):
             self.modules[name] = value
         elif isinstance(value, torch.optim.Optimizer):
+            if not value.state_dict().keys() >= {"state", "param_groups"}:
+                expected = (
+                    f"is a {type(value).__name__} whose state_dict() is not that of an optimizer (state, param_groups):"
+                    " keep the optimizer that it wraps, and the rest as another object with state_dict()"
+                )
+                raise BadInputError(f"keep({name}=...)", "", expected)
             self.optimizers[name] = value
         elif hasattr(value, "param_groups") and callable(getattr(value, "step", None)):
             kind = type(value).__name__
