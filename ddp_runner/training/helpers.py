@@ -10,6 +10,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from ddp_runner.kernel.rules.election import EMPTY_STEP
+from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.training.components.tensor_hash import state_hashes
 from ddp_runner.training.state import TrainState
 from ddp_runner.training.task import EpochContext, NamesLoss, ReportsSample, Task
@@ -79,7 +81,8 @@ def call_hook(
 ) -> None:
     """Call the hook if the task has it, and put back what it changes: a rank may call it again after a repair.
 
-    Its model is in eval mode, as a sample of it is. Raises RuntimeError where it changes what an update does.
+    Its model is in eval mode, as a sample of it is. Raises BadInputError where it changes what an update does: called
+    again, it might find nothing to change, and training would go on with the change.
     """
     hook = getattr(task, name, None)
     if not callable(hook):
@@ -90,16 +93,23 @@ def call_hook(
     was_training = state.model.training
     state.side.look()
     held = state.side.hold()
-    before = _updated(state)
+    before, flags, options = _updated(state), state.flags(), _options(state)
     # Also for layers that reach other ranks in training mode, where one rank alone may call the model.
     state.model.eval()
     with torch.no_grad(), generators_kept(also=device_generators()):
         hook(context)
     state.model.train(was_training)
     if wrong := _differing(before, _updated(state)):
-        raise RuntimeError(
-            f"{name}() changed {', '.join(wrong)}: a hook may be called twice after a repair, so it must leave"
-            " parameters and the optimizer as they are. Change a copy of the model, or restore what it changes"
+        state.put_flags(flags)
+        for group, kept in zip(state.optimizer.param_groups, options, strict=False):
+            group.update(kept)
+        if _differing(before, _updated(state)):
+            state.committed_step = EMPTY_STEP  # no checkpoint is made of what the hook has changed
+        raise BadInputError(
+            "--task",
+            "",
+            f"{name}() changed {', '.join(wrong)}; a hook may be called twice after a repair, so it must leave"
+            " parameters and the optimizer as they are. Change a copy of the model, or restore what it changes",
         )
     changed = state.side.follow_changed_since(held)
     state.drop_evaluation()
@@ -123,6 +133,11 @@ def _updated(state: TrainState) -> dict[str, object]:
             of_group = f"{key} of the optimizer's group {number}"
             found[of_group] = [*map(id, value)] if key == "params" else _kept(value)
     return found
+
+
+def _options(state: TrainState) -> list[dict[str, object]]:
+    groups = state.optimizer.param_groups
+    return [copy.deepcopy({k: v for k, v in one.items() if k != "params"}) for one in groups]
 
 
 def _kept(option: object) -> object:

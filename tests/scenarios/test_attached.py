@@ -599,6 +599,93 @@ def test_a_stopped_run_is_resumed(tmp_path, fault_free):
         assert final(tmp_path) == fault_free()
 
 
+COOLS = """
+import torch
+from torch.nn.functional import cross_entropy
+import ddp_runner
+
+run = ddp_runner.attach()
+x = torch.randn(96, 4, generator=torch.Generator().manual_seed(1))
+data = torch.utils.data.TensorDataset(x, x.argmax(1))
+model = torch.nn.Linear(4, 4)
+model.temperature = 1.0
+optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+net = run.ddp(model)
+run.keep(model=model, optimizer=optimizer)
+
+@run.every(steps=5)
+def cool():
+    model.temperature *= 0.5
+
+for inputs, labels in run.steps(run.loader(data, batch_size=4), max_steps=14):
+    with run.step():
+        cross_entropy(net(inputs) / model.temperature, labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+if run.is_first:
+    torch.save(model.state_dict(), "final.pt")
+"""
+
+
+def test_a_number_that_a_function_between_steps_changes_is_changed_once(tmp_path):
+    """An attribute of a kept module, where a rank is lost in the step right after the function."""
+    own = tmp_path / "cools.py"
+    own.write_text(COOLS, encoding="utf-8")
+    (tmp_path / "without").mkdir()
+    with run_loop(tmp_path / "without", loop=own) as run:
+        assert run.wait() == 0, run.console
+    harm = ("--inject", "kill:rank=1,step=5", "--inject", "kill:rank=0,step=10,phase=reduce")
+    with run_loop(tmp_path, loop=own, options=harm) as run:
+        assert_as_if_nothing_happened(run, tmp_path, final(tmp_path / "without"), repaired=2)
+
+
+RESTS = """
+import os
+import signal
+import torch
+from torch.nn.functional import cross_entropy
+import ddp_runner
+
+run = ddp_runner.attach()
+x = torch.randn(96, 4, generator=torch.Generator().manual_seed(1))
+data = torch.utils.data.TensorDataset(x, x.argmax(1))
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+net = run.ddp(model)
+run.keep(model=model, optimizer=optimizer)
+
+@run.every(steps=5)
+def evaluate():
+    model.eval()
+    cross_entropy(model(x), x.argmax(1)).item()
+
+for inputs, labels in run.steps(run.loader(data, batch_size=4), max_steps=14):
+    with run.step():
+        cross_entropy(net(inputs), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if run.is_first and os.path.exists(f"stop_{run.step_number}"):
+        os.remove(f"stop_{run.step_number}")
+        os.kill(os.getppid(), signal.SIGTERM)
+if run.is_first:
+    torch.save(model.state_dict(), "final.pt")
+"""
+
+
+def test_a_loop_that_stays_in_eval_mode_stays_so(tmp_path):
+    """After its first evaluation, in a rank that is replaced and after a resume too."""
+    own = tmp_path / "rests.py"
+    own.write_text(RESTS, encoding="utf-8")
+    (tmp_path / "without").mkdir()
+    with run_loop(tmp_path / "without", loop=own) as run:
+        assert run.wait() == 0, run.console
+    (tmp_path / "stop_6").touch()
+    with run_loop(tmp_path, loop=own) as run:
+        assert run.wait() == ExitCode.PREEMPTED, run.console
+    with run_loop(tmp_path, loop=own, options=("--inject", "kill:rank=1,step=9")) as run:
+        assert_as_if_nothing_happened(run, tmp_path, final(tmp_path / "without"), repaired=1)
+
+
 def test_the_program_may_be_edited_while_it_runs(tmp_path, fault_free):
     """A replaced rank runs what the file held at launch."""
     own = tmp_path / "own.py"

@@ -32,6 +32,21 @@ def test_an_exception_that_always_comes_ends_the_run_with_its_traceback(tmp_path
     assert all(event["detail"] == "" for event in victims)
 
 
+def test_a_hook_that_freezes_a_layer_ends_the_run(tmp_path):
+    """It is not called again, where it would find nothing to change and training would go on with the change."""
+    (tmp_path / "freezing.py").write_text(
+        "from tests.scenarios.workload import PacedTask\n"
+        "class Task(PacedTask):\n"
+        "    def on_epoch_end(self, context):\n"
+        "        next(context.model.parameters()).requires_grad_(False)\n"
+    )
+    settings = (*SETTINGS, "task.pace_s=0")
+    with Run(tmp_path, *settings, task=f"{tmp_path / 'freezing.py'}:Task") as run:
+        assert run.wait() == 2, run.console
+    assert "error: --task: on_epoch_end() changed requires_grad of " in run.console
+    assert len(run.summary()["faults"]) == 1
+
+
 def test_a_task_that_starts_a_thread_is_imported_by_each_rank(tmp_path):
     """A fork beside a thread may inherit its locks: said when it is known, and no rank is such a fork."""
     (tmp_path / "threaded.py").write_text(

@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 
 from ddp_runner import Datasets, DDPTrainer
 from ddp_runner.core.settings import Settings
+from ddp_runner.kernel.rules.election import EMPTY_STEP
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.training.helpers import call_hook
 from ddp_runner.training.task import EpochContext, LossInContext
@@ -214,9 +215,14 @@ def first(model):
     ],
 )
 def test_a_hook_that_changes_what_an_update_does_is_an_error(state, change, named):
-    """It would be done twice by some ranks."""
-    with pytest.raises(RuntimeError, match=named):
+    """It would be done twice by some ranks. Nothing is saved of a change that cannot be put back."""
+    flags, momentum = state.flags(), state.optimizer.param_groups[0]["momentum"]
+    state.committed_step = 3
+    with pytest.raises(BadInputError, match=named):
         called(lambda context: change(context.model, state.optimizer), state)
+    is_put_back = named.startswith(("requires_grad", "momentum"))
+    assert state.committed_step == (3 if is_put_back else EMPTY_STEP)
+    assert (state.flags(), state.optimizer.param_groups[0]["momentum"]) == (flags, momentum)
 
 
 def test_a_hook_that_restores_what_it_changes_is_none(state):

@@ -344,6 +344,53 @@ CARRIED["what a loss of one's own keeps"] = (
 criterion = Criterion()
 {HEAD}criterion(net(batch)).backward()""",
 )
+TWO = (
+    "first, second = torch.optim.SGD([w], lr=0.1), torch.optim.SGD([w], lr=0.2)\n"
+    "run.keep(first=first, second=second)\noptimizer = first\n"
+)
+CARRIED["a loss function that is replaced"] = (
+    "criterion",
+    f"""def mean(found): return found.mean()
+criterion = torch.sum
+{HEAD}criterion(net(batch)).backward()
+        if run.step_number == 2: criterion = mean""",
+)
+CARRIED["a method that is replaced in a trainer"] = (
+    "self.criterion",
+    """class Trainer:
+        def mean(self, found): return found.mean()
+        def total(self, found): return found.sum()
+        def fit(self):
+            self.criterion = self.total
+            for batch in run.steps(loader):
+                with run.step(): self.criterion(net(batch)).backward()
+                if run.step_number == 2: self.criterion = self.mean
+Trainer().fit()""",
+)
+CARRIED["an optimizer that is exchanged for another kept one"] = (
+    "optimizer",
+    f"""{TWO}{HEAD}net(batch).sum().backward(); optimizer.step()
+        if run.step_number == 2: optimizer = second""",
+)
+HARMLESS[
+    "functions and optimizers that are chosen in each step"
+] = f"""{TWO}def mean(found): return found.mean()
+{HEAD}criterion = mean if run.step_number % 2 else torch.sum
+        if run.step_number % 2: optimizer = first
+        else: optimizer = second
+        def work(): criterion(net(batch)).backward()
+        work(); optimizer.step()"""
+HARMLESS["methods that stay as they are"] = """class Trainer:
+    def __init__(self): self.criterion, self.shown = self.mean, []
+    def mean(self, found): return found.mean()
+    def fit(self):
+        for batch in run.steps(loader):
+            with run.step():
+                self.criterion(net(batch)).backward()
+                self.criterion = self.mean
+            self.show(batch)
+    def show(self, batch): self.shown.append(len(batch))
+Trainer().fit()"""
 HARMLESS["a counter beside a rate that is shown"] = (
     f"{OPTIMIZER}n = 0\n{HEAD}net(batch).sum().backward()\n        opt.step()\n        n += 1\n"
     "        row = {'lr': opt.param_groups[0]['lr']}\n        row['n'] = n\n        print(row)"

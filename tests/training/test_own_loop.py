@@ -237,6 +237,16 @@ def _unkept_module_of_optimizer(run):
     run.steps(DATA, max_steps=1)
 
 
+class Around(torch.optim.Optimizer):
+    """Around another optimizer, as a lookahead."""
+
+    def __init__(self, inner):
+        self.inner, self.param_groups, self.slow = inner, inner.param_groups, []
+
+    def state_dict(self):
+        return {"inner": self.inner.state_dict(), "slow": self.slow}
+
+
 def _two_nets(run):
     run.ddp(nn.Linear(1, 1))
     run.ddp(nn.Linear(1, 1))
@@ -315,6 +325,7 @@ def _short_batches(run):
         (_kept_twice(local_first=False), "keep_local(own=...): run.keep() has this"),
         (_short_batches, "the batches ended after 4 steps of epoch 1"),
         (lambda run: run.keep(x=nn.Linear(1, 1), y=[1]), "has no state_dict()"),
+        (lambda run: run.keep(x=Around(parts()[1])), "keep the optimizer that it wraps"),
         (lambda run: run.every(steps=1, epochs=1), "every() needs steps= or epochs="),
         (lambda run: run.ddp(nn.Linear(1, 1), static_graph=True), "static_graph=...) is none of"),
         (lambda run: run.steps(DATA, max_steps=1), "no net"),
@@ -918,6 +929,47 @@ def test_a_step_after_functions_leaves_nothing_where_it_is_given_up():
         model.calls += 100
         state.drop_unfinished_step()
         assert (model.calls, model.evaluations, state.take_lost()) == (step, 0, []), step
+
+
+def test_the_mode_of_each_module_is_part_of_the_state():
+    """It goes to another process, and is put back where a step or a function has changed it."""
+    model, *_, state = two_optimizers()
+    state.committed_step = 4
+    model[1].eval()
+    state.keep_between()
+    other_model, *_, other = two_optimizers()
+    other.restore(state.capture())
+    state.begin_functions(room_bytes=1e9)
+    model.eval()
+    state.end_functions()
+    assert state.capture()["in_eval"] == ["model", "model.0", "model.1"]
+    state.drop_unfinished_step()
+    model.train()
+    state.drop_unfinished_step()
+    for one in (model, other_model):
+        assert [part.training for part in one.modules()] == [True, True, False]
+
+
+@pytest.mark.parametrize(("room_bytes", "committed_step"), [(1e9, 4), (1, -1)])
+def test_what_functions_change_on_the_modules_is_undone(room_bytes, committed_step):
+    """Numbers, lists and tensors beside the weights, first changed now; without room a tensor has no copy."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    model.temperature, model.seen, model[1].mask = 1.0, [], torch.ones(2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = kept_state(model=model, optimizer=optimizer)
+    state.committed_step = 4
+    state.keep_between()
+    state.begin_functions(room_bytes=room_bytes)
+    model.temperature *= 0.5
+    model.seen.append(4)
+    model.late = True
+    model[1].mask.mul_(0.5)
+    state.end_functions()
+    state.drop_unfinished_step()
+    assert (model.temperature, model.seen, hasattr(model, "late")) == (1.0, [], False)
+    assert state.committed_step == committed_step
+    if committed_step == 4:
+        assert torch.equal(model[1].mask, torch.ones(2))
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of")

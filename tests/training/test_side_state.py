@@ -208,6 +208,34 @@ def test_what_ranks_have_differently_is_named_when_it_is_taken_over():
     assert other.took_over == ["task.recent"]
 
 
+def test_what_hangs_on_a_parameter_is_state_too():
+    """A copy of older weights and a number, made at the start or by a step; not what torch notes there."""
+    side, model, _ = _made()
+    model.layer.weight.old = torch.zeros(3, 3)
+    side.keep()
+    held = side.hold()
+    model.layer.weight.old.add_(1)
+    model.layer.bias.count = 1
+    vars(model.layer.bias)["_noted"] = "by a library"
+    changed = ["model.layer.weight.old", "model.layer.bias.count"]
+    assert side.follow_changed_since(held) == changed
+    assert (float(model.layer.weight.old.sum()), vars(model.layer.bias)) == (
+        0.0,
+        {"_noted": "by a library"},
+    )
+    model.layer.weight.old.add_(2)
+    model.layer.bias.count = 5
+    side.keep(1)
+    other, other_model, _ = _made()
+    other.restore(side.to_record())
+    model.layer.weight.old.add_(7)
+    side.drop()
+    for one in (model, other_model):
+        assert torch.equal(one.layer.weight.old, torch.full((3, 3), 2.0))
+        assert one.layer.bias.count == 5
+    assert (side.take_lost(), other.take_lost()) == ([], [])
+
+
 def test_an_object_that_cannot_be_sent_is_reported_by_who_receives():
     """Its attribute is named; here it stays."""
     side, _, task = _made(task=type("Odd", (), {})())

@@ -61,9 +61,10 @@ class _Owner:
         self._recomputed = _recomputed_names(of)
 
     def entries(self) -> Iterator[tuple[str, Any]]:
-        """Attribute -> value, as they are now."""
+        """Attribute -> value, as they are now; of a parameter, without those of torch and other libraries."""
+        is_tensor = isinstance(self.of, Tensor)
         for key, value in attributes_of(self.of).items():
-            if key not in self._recomputed:
+            if key not in self._recomputed and not (is_tensor and key.startswith("_")):
                 yield key, value
         if isinstance(self.of, nn.Module):
             unsaved = self.of._non_persistent_buffers_set  # noqa: SLF001 - there is no other way
@@ -141,7 +142,6 @@ class SideState:
         self._picture: dict[str, Kept] = {}  # of what is not followed
         self._pictured_step = _NO_STEPS
         self._looks = 0
-        self._copies = 0  # that were made with a look
         self._look_s = 0.0
         self._credit_s = 0.0
         self._stepped_s = 0.0
@@ -160,6 +160,7 @@ class SideState:
         self._left: list[Any] = []  # of the objects, those that are too many
         self._left_name = ""  # of the first
         self._functions: dict[str, FunctionType] = {}  # those that keep nothing so far
+        self._parameters: dict[str, Tensor] = {}  # of the model
         self._closed: dict[str, Any] = {}  # what is not looked into, by its name
         self._owners = self._walk()
         self._traces = {name: Trace(value) for name, value in self._closed.items()}
@@ -227,8 +228,14 @@ class SideState:
 
     def follow_changed_since(self, held: Mapping[str, Kept]) -> list[str]:
         """Put back all that is not as it was held, and follow it from now on; its names."""
-        bare = [_Owner(path, at, is_models=False) for path, at in self._functions.items()]
-        every = (*self._owners.values(), *bare)  # functions that kept nothing may do so now
+        # Functions and parameters that kept nothing may do so now.
+        idle = {**self._functions, **self._noted_parameters()}
+        bare = [
+            _Owner(path, at, is_models=False)
+            for path, at in idle.items()
+            if path not in self._owners
+        ]
+        every = (*self._owners.values(), *bare)
         now = [f"{one.path}.{key}" for one in every for key, _ in one.entries()]
         changed = []
         giving = self._giving_back(held)
@@ -258,6 +265,21 @@ class SideState:
     def is_as_received(self) -> bool:
         """True if no step was committed since this process has built the state, or received it."""
         return self._received_step == self._step
+
+    def way_back(self, *, has_room: bool) -> Callable[[], bool]:
+        """Return a call that undoes what changes from now on; it returns False where some of it has no copy.
+
+        ``has_room``: tensors that steps do not change may be copied too.
+        """
+        self._owners = self._walk()
+        held = self._all(with_contents=has_room)
+        held |= {name: self._now(name) for name in self._followed if name in held}
+
+        def undo() -> bool:
+            changed = self.follow_changed_since(held)
+            return all(_is_in(held.get(name, _ABSENT), self._read(name)) for name in changed)
+
+        return undo
 
     def keep(self, step: int = 0) -> None:
         """A step is committed: remember what is followed as it is now; look at the rest, now and then."""
@@ -306,20 +328,6 @@ class SideState:
                 self._lost.append(name)
         self.doubtful = list(self.opaque)
         self._take_picture()
-
-    def copied(self) -> Mapping[str, Kept]:
-        """Return what there is now, in memory that no later :meth:`keep` uses, before something else than a step changes it."""
-        if self._copies < LOOKS_AT_FIRST:
-            self.look_again()
-            self._copies += 1
-        seen = self._picture if self._pictured_step == self._step else {}
-        return {**seen, **{name: self._now(name) for name in self._followed}}
-
-    def go_back(self, copied: Mapping[str, Kept]) -> None:
-        """Put everything back as it was when it was :meth:`copied`; what was not in view then is lost."""
-        self._lost += [name for name in self._followed if name not in copied]
-        self._followed |= {name: kept for name, kept in copied.items() if name in self._followed}
-        self.drop()
 
     def take_lost(self) -> list[str]:
         """What could not be put back, or taken over, since this was asked last."""
@@ -485,17 +493,20 @@ class SideState:
             return False
         return True
 
-    def _now(self, name: str) -> Kept:
+    def _read(self, name: str) -> Any:
         owner, key = self._place(name)
-        if owner is None or not owner.has(key):
-            return _ABSENT
-        return self._kept(owner.read(key))
+        return _NOTHING if owner is None or not owner.has(key) else owner.read(key)
+
+    def _now(self, name: str) -> Kept:
+        value = self._read(name)
+        return _ABSENT if value is _NOTHING else self._kept(value)
 
     def _place(self, name: str) -> tuple[_Owner | None, str]:
         path, _, key = name.rpartition(".")
-        if path not in self._owners and path in self._functions:
-            return _Owner(path, self._functions[path], is_models=False), key
-        return self._owners.get(path), key
+        if path in self._owners:
+            return self._owners[path], key
+        idle = self._functions.get(path, self._parameters.get(path))
+        return (None if idle is None else _Owner(path, idle, is_models=False)), key
 
     def _kept(self, value: Any, **options: Any) -> Kept:
         return kept_of(value, skipped=self._is_skipped, **options)
@@ -507,11 +518,13 @@ class SideState:
         return issubclass(type(value), (nn.Module, Dataset))
 
     def _all(self, **options: Any) -> dict[str, Kept]:
-        return {
-            f"{owner.path}.{key}": self._kept(value, **options)
-            for owner in self._owners.values()
-            for key, value in owner.entries()
-        }
+        return {name: self._kept(value, **options) for name, value in self._entries()}
+
+    def _entries(self) -> Iterator[tuple[str, Any]]:
+        """Give the path and the value of each attribute that is looked at."""
+        for owner in self._owners.values():
+            for key, value in owner.entries():
+                yield f"{owner.path}.{key}", value
 
     def _walk(self) -> dict[str, _Owner]:
         """Every object that is looked at, by its path."""
@@ -547,6 +560,8 @@ class SideState:
             closed[f"{self._left_name} and other objects"] = left
         closed |= self._beside()
         self._closed, self._functions = closed, functions
+        for path, parameter in self._noted_parameters().items():
+            owners.setdefault(path, _Owner(path, parameter, is_models=False))
         self._owned = frozenset(id(one.of) for one in owners.values())
         return owners
 
@@ -565,7 +580,13 @@ class SideState:
             owners.setdefault(name, _Owner(name, module, is_models=True))
             modules.add(id(module))
         self._own = frozenset(own)
+        named = self._model.named_parameters()
+        self._parameters = {f"model.{bare_of(name)}": one for name, one in named}
         return owners, modules
+
+    def _noted_parameters(self) -> dict[str, Tensor]:
+        """Return the parameters that the program has given attributes, by their paths."""
+        return {path: one for path, one in self._parameters.items() if vars(one)}
 
     def _note_used(self, *, whole: bool = False) -> None:
         """See which of what is not looked into is no longer as it was built."""
@@ -593,7 +614,8 @@ def _free(path: str, owners: Mapping[str, _Owner]) -> str:
     return name
 
 
-_ABSENT = Kept(object())
+_NOTHING = object()
+_ABSENT = Kept(_NOTHING)
 
 
 def _is_in(kept: Kept, value: Any, *, whole: bool = False) -> bool:

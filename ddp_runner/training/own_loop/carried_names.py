@@ -46,6 +46,7 @@ class Carried:
     ``is_whole``: it is used as a whole, not only by its attributes. ``counts``: it comes from enumerate() or
     zip() around the steps, and so begins again in a new process. ``file``: that of the line, if it is not the loop's.
     ``is_result``: it affects no step, but is used for more than a print once the loop has ended, or is saved in it.
+    ``is_rebound``: what it names is no variable, such as a loss function, but the loop gives the name to another one.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Carried:
     is_whole: bool = True
     counts: bool = False
     is_result: bool = False
+    is_rebound: bool = False
 
 
 def loop_at(tree: ast.AST, line: int) -> ast.For | ast.While | None:
@@ -215,6 +217,7 @@ _OWN = _Scope()
 class _Reading:
     find: Callable[[str], Resolved]
     exposed: dict[str, Carried] = field(default_factory=dict)
+    fixed: dict[str, Carried] = field(default_factory=dict)  # what is read and is no variable
     edges: dict[str, set[str]] = field(default_factory=dict)
     sinks: set[str] = field(default_factory=set)
     writes: dict[str, tuple[int, str]] = field(default_factory=dict)  # line and file
@@ -239,6 +242,10 @@ class _Reading:
             if name in reached and "::" not in name:
                 one.line, one.file = self.writes.get(name, (one.line, one.file))
                 found[name] = one
+        for name in self.fixed.keys() & self.writes.keys() - found.keys():
+            one = self.fixed[name]
+            one.line, one.file = self.writes[name]
+            found[name] = one
         return found
 
     def results(
@@ -317,22 +324,31 @@ class _Reading:
     def _read(
         self, name: str, node: ast.AST, written: set[str], *, is_whole: bool = True
     ) -> set[str]:
-        parts = name.split(".")
-        heads = {".".join(parts[:count]) for count in range(1, len(parts) + 1)}
-        if self.find(name).is_fixed:
+        line = getattr(node, "lineno", 0)
+        if self._is_fixed(name, line, written):
             return set()
-        if not heads & written:
-            line = getattr(node, "lineno", 0)
+        if not _heads(name) & written:
             one = Carried(name=name, line=line, file=self.file, is_whole=False)
             known = self.exposed.setdefault(name, one)
             known.is_whole = known.is_whole or is_whole
         return {name}
 
+    def _is_fixed(self, name: str, line: int, written: set[str]) -> bool:
+        """Return True if what ``name`` names is no variable; it is noted, since the loop may rebind the name."""
+        if not self.find(name).is_fixed:
+            return False
+        owner = name.rpartition(".")[0]
+        is_in_kept = bool(owner) and self.find(owner).is_kept
+        if "::" not in name and not is_in_kept and not _heads(name) & written:
+            one = Carried(name=name, line=line, file=self.file, is_whole=False, is_rebound=True)
+            self.fixed.setdefault(name, one)
+        return True
+
     def _attribute(self, node: ast.Attribute, written: set[str], scope: _Scope) -> set[str]:
         name = _dotted(node, scope)
         if name is None:
             return self.reads(node.value, written, scope)
-        if self.find(name).is_fixed:
+        if self._is_fixed(name, node.lineno, written):
             return set()
         found = self._read(name, node, written)
         owner = name.rpartition(".")[0]
@@ -344,6 +360,8 @@ class _Reading:
         values = [*node.args, *(one.value for one in node.keywords)]
         found = self._all(values, written, scope)
         name, resolved = self._called_function(_dotted(node.func, scope))
+        if name and resolved.function is not None:
+            self._is_fixed(name, node.lineno, written)
         if resolved.is_foreign and _called(node) not in _NEUTRAL | _MUTATORS:
             self.sinks |= found
         if name and resolved.function is not None and self.inlined_count < _INLINED_MAX:
@@ -597,6 +615,12 @@ class _Reading:
     def _flow(self, found: Iterable[str], *targets: str) -> None:
         for source in found:
             self.edges.setdefault(source, set()).update(targets)
+
+
+def _heads(name: str) -> set[str]:
+    """Return ``a``, ``a.b`` and ``a.b.c`` of the last."""
+    parts = name.split(".")
+    return {".".join(parts[:count]) for count in range(1, len(parts) + 1)}
 
 
 def _dotted(node: ast.AST, scope: _Scope) -> str | None:

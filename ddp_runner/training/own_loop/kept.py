@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from ddp_runner.checkpoint.entry_names import bare_names
 from ddp_runner.core.settings import Settings
 from ddp_runner.kernel.rules.election import EMPTY_STEP
 from ddp_runner.kernel.rules.errors import BadInputError
@@ -46,6 +47,12 @@ class KeptObjects:
         if isinstance(value, nn.Module):
             self.modules[name] = value
         elif isinstance(value, torch.optim.Optimizer):
+            if not value.state_dict().keys() >= {"state", "param_groups"}:
+                expected = (
+                    f"is a {type(value).__name__} whose state_dict() is not that of an optimizer (state, param_groups):"
+                    " keep the optimizer that it wraps, and the rest as another object with state_dict()"
+                )
+                raise BadInputError(f"keep({name}=...)", "", expected)
             self.optimizers[name] = value
         elif hasattr(value, "param_groups") and callable(getattr(value, "step", None)):
             kind = type(value).__name__
@@ -205,6 +212,7 @@ class KeptState(TrainState):
         self.calls = 0  # of functions between steps that all ranks have called together
         self._versions: dict[str, int] = {}  # of parameters and buffers, at the newest commit
         self._kept_flags: list[bool] = []  # requires_grad of all parameters, as of the state
+        self._kept_modes: list[bool] = []  # of all modules: True in train mode
         self.data_of: list[str] = []  # by rank: digests of the data that each has made
         super().__init__(
             Trained(
@@ -247,7 +255,7 @@ class KeptState(TrainState):
         self._versions = self.buffers.versions()
         self.side.keep(self.committed_step)
         self._side_step = self.committed_step
-        self._kept_flags = self.flags()
+        self._kept_flags, self._kept_modes = self.flags(), self._modes()
         self._options = [_options_of(group) for group in self.optimizer.param_groups]
 
     def _keep_side(self, step: int) -> None:
@@ -257,7 +265,7 @@ class KeptState(TrainState):
         """Note after each commit that the loop's changes up to here hold."""
         self._before_functions = None
         self._versions = self.buffers.versions()
-        self._kept_flags = self.flags()
+        self._kept_flags, self._kept_modes = self.flags(), self._modes()
         self._options = [_options_of(group) for group in self.optimizer.param_groups]
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -274,6 +282,10 @@ class KeptState(TrainState):
         self._first_given = {**state.get("given", self._given)}
         if "changed_late" in state:
             self.local.learn([state["changed_late"]], says=True)
+        if "in_eval" in state:
+            in_eval = set(state["in_eval"])
+            for name, module in self._named_modules():
+                module.training = name not in in_eval
         _retype(self.optimizer, self.optimizer_state_of(state)["state"])
         self._forget_unscaled()
         self._take_as_it_is()
@@ -293,6 +305,7 @@ class KeptState(TrainState):
             "kept": self._kept.names(),
             "updated": self.has_updated,
             "given": dict(self._first_given),
+            "in_eval": [name for name, one in self._named_modules() if not one.training],
         }
         if self.calls:
             own["calls"] = self.calls
@@ -350,6 +363,7 @@ class KeptState(TrainState):
             self.committed_step = EMPTY_STEP
         self._forget_unscaled()
         self.put_flags(self._kept_flags)
+        self._put_modes(self._kept_modes)
         self._put_back(self._options)
 
     def begin_functions(self, *, room_bytes: float) -> None:
@@ -358,20 +372,21 @@ class KeptState(TrainState):
         Where there is none, torch's count of changes says whether they have changed one.
         """
         self.functions_called_at = self.committed_step
-        beside = self.side.copied()
         options = [_options_of(group) for group in self.optimizer.param_groups]
         buffers = [(one, one.clone()) for one in self.buffers.live()]
-        has_room = self.buffers.hold_all_bytes() <= room_bytes
+        has_room = self.buffers.hold_all_bytes() + self.side.hold_bytes() <= room_bytes
+        undo_side = self.side.way_back(has_room=has_room)
         held = self.buffers.hold_all() if has_room else {}
-        looks, flags = self._parameter_versions(), self.flags()
+        looks, flags, modes = self._parameter_versions(), self.flags(), self._modes()
 
         def put_back() -> bool:
             is_whole = has_room or self._parameter_versions() == looks
             self.buffers.put_back_all(held)
             for live, was in buffers:
                 live.copy_(was)
-            self.side.go_back(beside)
+            is_whole = undo_side() and is_whole
             self.put_flags(flags)
+            self._put_modes(modes)
             self._put_back(options)
             return is_whole
 
@@ -385,6 +400,17 @@ class KeptState(TrainState):
 
     def _parameter_versions(self) -> dict[str, int]:
         return {n: look for n, look in self.buffers.versions().items() if not n.startswith("#")}
+
+    def _modes(self) -> list[bool]:
+        return [one.training for one in self._modules]
+
+    def _put_modes(self, modes: list[bool]) -> None:
+        for module, trains in zip(self._modules, modes, strict=True):
+            module.training = trains
+
+    def _named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        bare_of = bare_names(self.model)
+        return ((bare_of(name), module) for name, module in self.model.named_modules())
 
     def _put_back(self, options: list[dict[str, Any]]) -> None:
         for group, kept in zip(self.optimizer.param_groups, options, strict=False):

@@ -122,11 +122,13 @@ class LoopVariables:
             if one.is_result and not self._holds_weights(value):
                 self._looks[name] = _same(value)
                 continue
-            if value is _NOTHING or self._is_fixed(value):
+            is_fixed = self._is_fixed(value)
+            if value is _NOTHING or (is_fixed and not one.is_rebound):
                 continue
             before = self._looks.get(name)
             is_read_on = one.is_whole and isinstance(value, Iterator)
-            self._looks[name] = self._look_of(value, is_whole=one.is_whole)
+            is_whole = one.is_whole and not is_fixed
+            self._looks[name] = self._look_of(value, is_whole=is_whole)
             if one.counts or is_read_on or (before is not None and not before(value)):
                 found.append(one)
                 del self._candidates[name], self._looks[name]
@@ -317,4 +319,6 @@ def _shapes(values: Iterable[Any]) -> Iterator[tuple[int, ...]]:
 
 
 def _same(value: Any) -> Look:
+    if isinstance(value, MethodType):  # of which each reading gives another object
+        return lambda now: isinstance(now, MethodType) and now == value
     return lambda now: now is value
