@@ -149,8 +149,10 @@ CLASSES = {
 OPTIMIZERS = (
     "torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True)",
     "torch.optim.AdamW(model.parameters(), lr=1e-2)",
-    "torch.optim.Adam([{'params': [p for p in model.parameters() if p.ndim > 1], 'weight_decay': 0.1},"
-    " {'params': [p for p in model.parameters() if p.ndim < 2], 'lr': 2e-2}], lr=1e-2)",
+    (
+        "torch.optim.Adam([{'params': [p for p in model.parameters() if p.ndim > 1], 'weight_decay': 0.1},"
+        " {'params': [p for p in model.parameters() if p.ndim < 2], 'lr': 2e-2}], lr=1e-2)"
+    ),
     "torch.optim.RMSprop(model.parameters(), lr=5e-3, momentum=0.5)",
     "torch.optim.Adagrad(model.parameters(), lr=0.05)",
 )
@@ -167,8 +169,10 @@ SCHEDULES = {
         "scheduler.step()",
     ),
     "warm": (
-        "torch.optim.lr_scheduler.SequentialLR(optimizer, [torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=5),"
-        " torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)], milestones=[5])",
+        (
+            "torch.optim.lr_scheduler.SequentialLR(optimizer, [torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=5),"
+            " torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)], milestones=[5])"
+        ),
         "scheduler.step()",
     ),
     "by hand": (
@@ -188,8 +192,6 @@ LOADERS = {
     "ours": "run.loader(data, batch_size=BATCH)",
     "ours with workers": "run.loader(data, batch_size=BATCH, num_workers=1)",
     "own": "DataLoader(data, batch_size=BATCH, sampler=DistributedSampler(data, run.world_size, run.rank), drop_last=True)",
-    "own with workers": "DataLoader(data, batch_size=BATCH, sampler=DistributedSampler(data, run.world_size, run.rank),"
-    " num_workers=1, drop_last=True)",
     "seeded": "DataLoader(data, batch_size=BATCH, shuffle=True, generator=torch.Generator().manual_seed(run.rank), drop_last=True)",
     "list": "[(a, b) for a, b in zip(x[run.rank::run.world_size].split(BATCH), y[run.rank::run.world_size].split(BATCH))]",
 }
@@ -236,7 +238,12 @@ BEHIND = {
     "counts": "tally.count += 1",
     "draws": "tally.drawn = torch.rand(1, generator=torch.Generator().manual_seed(run.step_number)).item()",
 }
+PLACES = ("drawn", "forward", "backward", "update", "behind", "every")
 FORGOTTEN = ("scheduler", "ema", "shadow", "tally", "own", "mine", "target", "best")
+NAMES = (
+    *("run", "model", "teacher", "optimizer", "net", "loader", "more", "own", "mine", "tally"),
+    *("scheduler", "ema", "shadow", "target", "best"),
+)
 STYLES = ("flat", "function", "trainer", "helper")
 
 
@@ -282,79 +289,41 @@ def written(chance, *, is_careless=False):
 
 
 def _body(parts, epochs):
-    built = _built(parts)
-    step, before = _step(parts), _lines(BEFORE[one] for one in parts["before"])
-    ahead = "" if parts["before"] == [] else before
+    built, step, style = _built(parts), _step(parts), parts["style"]
+    block = {"helper": "train_one(inputs, labels)", "trainer": "self.train_one(inputs, labels)"}
     length = "max_steps=STEPS" if parts["by steps"] else f"epochs={epochs}"
-    saved = "torch.save({'model': model.state_dict(), **{n: o.state_dict() for n, o in more.items()}}, 'final.pt')"
-    loop = f"for inputs, labels in run.steps(loader, {length}):\n" + _in(
-        _lines(
-            [
-                "time.sleep(0.02)",
-                "harm(run, 'drawn')",
-                ahead,
-                "with run.step():\n" + _in(step),
-                _behind(parts),
-                "harm(run, 'behind')",
-            ]
-        )
+    lines = [
+        "time.sleep(0.02)",
+        "harm(run, 'drawn')",
+        *(BEFORE[one] for one in parts["before"]),
+        f"with run.step():\n{_in(block.get(style, step))}",
+        _behind(parts),
+        "harm(run, 'behind')",
+    ]
+    loop = f"for inputs, labels in run.steps(loader, {length}):\n{_in(_lines(lines))}"
+    saved = (
+        "{'model': model.state_dict(), **{name: one.state_dict() for name, one in more.items()}}"
     )
-    end = f"if run.is_first:\n    {saved}"
-    text = {
-        "flat": lambda: _lines([built, loop, end]),
-        "function": lambda: (
-            f"def main():\n{_in(_lines([built, loop, end]))}\n\n\nif __name__ == '__main__':\n    main()"
-        ),
-        "helper": lambda: _with_helper(parts, built, step, ahead, length, end),
-        "trainer": lambda: _trainer(parts, built, step, ahead, length, end),
-    }
-    return text[parts["style"]]() + "\n"
-
-
-def _with_helper(parts, built, step, ahead, length, end):
-    """The step is a function that the block calls."""
+    rest = f"{loop}\nif run.is_first:\n    torch.save({saved}, 'final.pt')\n"
+    if style == "trainer":
+        return _trainer(built, step, rest)
+    if style == "function":
+        return f"def main():\n{_in(_lines([built, rest]))}\n\n\nif __name__ == '__main__':\n    main()\n"
     helper = f"def train_one(inputs, labels):\n{_in(_lines([step, 'return loss.detach()']))}"
-    loop = f"for inputs, labels in run.steps(loader, {length}):\n" + _in(
-        _lines(
-            [
-                "time.sleep(0.02)",
-                "harm(run, 'drawn')",
-                ahead,
-                "with run.step():\n    train_one(inputs, labels)",
-                _behind(parts),
-                "harm(run, 'behind')",
-            ]
-        )
-    )
-    return _lines([built, helper, loop, end])
+    return _lines([built, helper if style == "helper" else "", rest])
 
 
-def _trainer(parts, built, step, ahead, length, end):
-    """All of it is in a class."""
-    names = "run model teacher optimizer net loader more own mine tally scheduler ema shadow target best".split()
-    given = [name for name in names if f"\n{name} =" in f"\n{built}"]
+def _trainer(built, step, rest):
+    """Return a class that has the parts as attributes, and the step as a method."""
+    given = [name for name in NAMES if f"\n{name} =" in f"\n{built}"]
     kept = _lines(f"self.{name} = {name}" for name in given)
     taken = _lines(f"{name} = self.{name}" for name in given)
-    loop = f"for inputs, labels in self.run.steps(self.loader, {length}):\n" + _in(
-        _lines(
-            [
-                "time.sleep(0.02)",
-                "harm(self.run, 'drawn')",
-                _lines(["own = self.own", ahead]) if "own" in given and ahead else ahead,
-                "with self.run.step():\n    self.train_one(inputs, labels)",
-                _lines([taken, _behind(parts)])
-                if parts["behind"] or parts["schedule"] == "late"
-                else "",
-                "harm(self.run, 'behind')",
-            ]
-        )
-    )
     methods = [
         f"def __init__(self):\n{_in(_lines([built, kept]))}",
         f"def train_one(self, inputs, labels):\n{_in(_lines([taken, step]))}",
-        f"def fit(self):\n{_in(_lines([loop, taken, end]))}",
+        f"def fit(self):\n{_in(_lines([taken, rest]))}",
     ]
-    return "class Trainer:\n" + _in("\n\n".join(methods)) + "\n\n\nTrainer().fit()"
+    return "class Trainer:\n" + _in("\n\n".join(methods)) + "\n\n\nTrainer().fit()\n"
 
 
 def _built(parts):
