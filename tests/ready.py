@@ -37,6 +37,7 @@ from ddp_runner.core.launch_plan import TRAINED
 from ddp_runner.features.script.rules import RANK
 from ddp_runner.kernel.rank.exit_functions import run_exit_functions
 from ddp_runner.kernel.system import parent_death
+from ddp_runner.system import launch_folder
 from tests.huge_pages import use_huge_pages
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -372,6 +373,7 @@ def _become(environment, outputs, given) -> None:
     _show(environment)
     os.environ.update(environment)
     tempfile.tempdir = None
+    launch_folder.begin_here()  # an interpreter that has just begun means its own directory
     start.clean_search_path()
     for number, stream in enumerate((given, outputs[0], outputs[-1])):
         os.dup2(stream, number)

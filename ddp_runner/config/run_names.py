@@ -112,6 +112,6 @@ def _check(name: str, *, is_test: bool) -> None:
         raise BadInputError(
             "--name",
             shown,
-            "must be at most 100 letters, digits, dots, dashes and underscores, and begin with a letter or"
+            "must be letters, digits, dots, dashes and underscores, at most 100, and begin with a letter or"
             " digit",
         )

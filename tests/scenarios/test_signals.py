@@ -24,12 +24,12 @@ def stranger(folder, **options):
     return Run(folder, *SETTINGS, task=f"{HERE / 'stumbling.py'}:Stumbling", **options)
 
 
-def in_terminal(folder, **environment):
+def in_terminal(folder):
     """The run, typed into a shell in a terminal of its own."""
     folder.mkdir(parents=True, exist_ok=True)
     train = (sys.executable, "-m", "ddp_runner", "train")
     command = (sys.executable, str(HERE / "terminal.py"), str(folder), *train)
-    return stranger(folder, command=command, environment=environment)
+    return stranger(folder, command=command)
 
 
 def assert_stopped_and_saved(run, status):
@@ -52,7 +52,7 @@ def test_a_closed_terminal_loses_no_step(tmp_path):
 
 def test_a_key_that_is_held_down_is_one_interrupt(tmp_path):
     """Ctrl-C in a terminal, as it repeats: saved; the shell gets the exit code."""
-    with in_terminal(tmp_path, **ready.environment()) as run:
+    with in_terminal(tmp_path) as run:
         run.wait_for_step(5)
         (tmp_path / "typed").write_bytes(b"\x03" * 12)
         (tmp_path / "typed").rename(tmp_path / "keys")  # whole, or not there

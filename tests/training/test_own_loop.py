@@ -931,6 +931,22 @@ def test_a_step_after_functions_leaves_nothing_where_it_is_given_up():
         assert (model.calls, model.evaluations, state.take_lost()) == (step, 0, []), step
 
 
+def test_what_functions_change_for_the_first_time_is_undone_or_lost():
+    """They are called after each step, too often for copies of everything; a count is first changed in the sixth call."""
+    model, *_, state = two_optimizers()
+    model.evaluations = 0
+    for step in range(1, 7):
+        state.committed_step = step
+        state.keep_between()
+        state.side._copied_s = float("inf")  # no time for another copy
+        state.begin_functions(room_bytes=1e9)
+        model.evaluations += step == 6
+        state.end_functions()
+    state.drop_unfinished_step()
+    lost = state.take_lost()
+    assert (model.evaluations, lost) in ((0, []), (1, ["model.model.evaluations"]))
+
+
 def test_the_mode_of_each_module_is_part_of_the_state():
     """It goes to another process, and is put back where a step or a function has changed it."""
     model, *_, state = two_optimizers()

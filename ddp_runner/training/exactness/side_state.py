@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -40,6 +41,7 @@ from ddp_runner.values.object_graph import (
 )
 
 LOOK_SHARE = 0.002  # of a step's time, for looking at what has not changed so far
+COPY_SHARE = 0.02  # the same of copies for a way back
 LOOKS_AT_FIRST = 3  # after every step, whatever a look takes
 OWNERS_MAX = 1_200  # besides the model's modules
 DEPTH_MAX = 20  # of objects in objects
@@ -141,8 +143,10 @@ class SideState:
         self._blind: set[str] = set()  # written without torch's counting it
         self._picture: dict[str, Kept] = {}  # of what is not followed
         self._pictured_step = _NO_STEPS
-        self._looks = 0
+        self._looks = 0  # after steps
         self._look_s = 0.0
+        self._copies = 0  # of everything, for a way back
+        self._copied_s = self._copy_s = 0.0  # when the newest was made, and what it took
         self._credit_s = 0.0
         self._stepped_s = 0.0
         self.differing: set[str] = set()  # names of what two ranks have differently
@@ -269,17 +273,34 @@ class SideState:
     def way_back(self, *, has_room: bool) -> Callable[[], bool]:
         """Return a call that undoes what changes from now on; it returns False where some of it has no copy.
 
-        ``has_room``: tensors that steps do not change may be copied too.
+        ``has_room``: tensors that steps do not change may be copied too. Where this is asked for so often that copies
+        of everything would take more than :data:`COPY_SHARE` of the time, what is not followed is lost if it changes.
         """
+        began_s = time.perf_counter()
+        is_whole = self._copies < LOOKS_AT_FIRST or began_s >= self._copied_s + (
+            self._copy_s / COPY_SHARE
+        )
+        if not is_whole:
+            return partial(self._go_back, {name: self._now(name) for name in self._followed})
         self._owners = self._walk()
         held = self._all(with_contents=has_room)
         held |= {name: self._now(name) for name in self._followed if name in held}
+        self._copies += 1
+        self._copied_s = time.perf_counter()
+        self._copy_s = self._copied_s - began_s
 
         def undo() -> bool:
             changed = self.follow_changed_since(held)
             return all(_is_in(held.get(name, _ABSENT), self._read(name)) for name in changed)
 
         return undo
+
+    def _go_back(self, followed: Mapping[str, Kept]) -> bool:
+        """Put back what was followed; what is followed only since then is lost."""
+        self._lost += [name for name in self._followed if name not in followed]
+        self._followed |= followed
+        self.drop()
+        return True
 
     def keep(self, step: int = 0) -> None:
         """A step is committed: remember what is followed as it is now; look at the rest, now and then."""
@@ -290,6 +311,7 @@ class SideState:
         self._credit_s = min(self._credit_s + LOOK_SHARE * passed_s, 2 * self._look_s)
         self._step = step
         if self._looks < LOOKS_AT_FIRST or self._credit_s >= self._look_s:
+            self._looks += 1
             self.look()
             self._look_s = time.perf_counter() - now_s
             self._credit_s -= self._look_s
@@ -420,7 +442,6 @@ class SideState:
 
         ``whole``: also of what is so much that a look sees a part of it only.
         """
-        self._looks += 1
         self._owners = self._walk()
         self._note_used(whole=whole)
         changed = [name for name, _ in self._changed(whole=whole)] if self._picture else []
