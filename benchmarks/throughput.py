@@ -3,8 +3,10 @@
 Run by hand: ``python benchmarks/throughput.py [--sizes small large] [--rounds 12] [--json FILE]``.
 All contenders are started and warmed up, then take turns: one runs for a slice of some seconds
 while SIGSTOP holds the others, in an order that rotates. So a slow moment of the machine meets all
-alike. Counted are stretches of 10 steps inside one slice: wall time per step, and beside it, as the
-steadier witness, CPU time per step of the whole process tree (launcher, store and loaders too).
+alike. Counted are stretches of 10 steps inside one slice: wall time per step, of which a ratio
+compares the means of a round, and beside it, as the steadier witness, CPU time per step of the whole
+process tree (launcher, store and loaders too). Drills at random steps take a share of the time on the
+clock, of which a contender trains only a part: they are asked for as much less often.
 ``--check`` first trains both for 40 steps and compares the weights bit for bit.
 """
 
@@ -38,6 +40,7 @@ STEPS_FOR_EVER = 1_000_000
 WARM_UP_LINES = 10  # behind the drill at step 50
 SLICE_S = {"tiny": 1.0, "light": 2.0, "small": 3.0, "many": 12.0, "large": 6.0}
 SETTLE_S = 0.3
+PROOF_SHARE = 0.005  # the default of recovery.proof_share
 # A supervisor that is held and let go finds its ranks silent for the whole pause.
 
 
@@ -89,6 +92,8 @@ def measure(
     roots = dict.fromkeys(NAMES, ROOT) | ({BEFORE: before} if before else {})
     with contextlib.ExitStack() as stack:
         contenders = []
+        share = PROOF_SHARE / len(roots)
+        settings = (*settings, f"recovery.proof_share={share:.6f}")
         for name, root in roots.items():
             contender = stack.enter_context(
                 Contender(name, size, steps=STEPS_FOR_EVER, settings=settings, root=root)
@@ -111,7 +116,7 @@ def _row(contender: Contender, own: Turns, ours: Contender, our_turns: Turns) ->
     typical_s = statistics.median(all_s)
     our_typical_s = statistics.median(value for each in our_step_s for value in each)
     ratios = [
-        statistics.median(theirs) / statistics.median(mine)
+        statistics.fmean(theirs) / statistics.fmean(mine)
         for theirs, mine in zip(step_s, our_step_s, strict=True)
         if theirs and mine
     ]

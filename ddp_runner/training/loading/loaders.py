@@ -45,11 +45,14 @@ from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.kernel.wire.events import RepairedInPlace, TuningChanged
 from ddp_runner.kernel.wire.messages import LoaderWorkers
 from ddp_runner.memory.manager import Loads, MemoryManager
+from ddp_runner.memory.reclaim import keep_freed_heap
 from ddp_runner.system.launch_folder import at_launch
 from ddp_runner.training.rank_context import TaskParts
 from ddp_runner.training.state import TrainState
 from ddp_runner.training.task import Datasets
 from ddp_runner.training.workload import TaskWorkload, Workload
+
+HEAP_SHARE = 1 / 32  # of the memory, which ranks may keep of what they have freed
 
 
 def waiting(runtime: Runtime, *, is_leaving: Callable[[], bool]) -> Callable[[], None]:
@@ -177,15 +180,19 @@ def _bad_places(
 
 
 def watch_memory(settings: Settings, loader: Loads, runtime: Runtime) -> MemoryManager:
-    """The memory manager of a rank and of its loader's workers."""
+    """The memory manager of a rank and of its loader's workers. On a CPU freed memory is kept for the next step."""
     device = torch.device(runtime.rank_info.device)
-    return MemoryManager(
+    manager = MemoryManager(
         settings.memory,
         rank=runtime.rank_info.rank,
         loader=loader,
         log=lambda level, message: getattr(runtime.logger, level)(message),
         device=device if device.type == "cuda" else None,
     )
+    if runtime.is_watched and device.type == "cpu":
+        ceiling_bytes = manager.newest().ceiling_bytes
+        keep_freed_heap(int(HEAP_SHARE * ceiling_bytes / runtime.rank_info.local_world_size))
+    return manager
 
 
 def _report_inexact(runtime: Runtime, reason: str) -> None:
