@@ -7,10 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from ddp_runner.core.settings import MemorySettings
+from ddp_runner.core.settings import MemorySettings, Settings
 from ddp_runner.kernel.rules.faults import FaultError, FaultKind
 from ddp_runner.memory.manager import Level, MemoryManager
-from ddp_runner.memory.readings import Reading
+from ddp_runner.memory.readings import Reading, SystemReader
+from ddp_runner.training.loading import loaders
 
 GB = 1_000_000_000
 CALM = Reading(
@@ -293,3 +294,15 @@ def test_the_default_reader_works_on_this_machine():
     )
     manager.after_step(10)
     assert manager.peaks()["peak_rss_bytes"] > 10_000_000
+
+
+@pytest.mark.parametrize(("device", "shares"), [("cpu", [4]), ("cuda:0", [])])
+def test_ranks_on_cpus_share_the_memory_that_they_keep(monkeypatch, device, shares):
+    """Each rank of a machine may keep its part of a share of the memory; ranks on GPUs keep nothing."""
+    kept = []
+    monkeypatch.setattr(loaders, "keep_freed_heap", kept.append)
+    rank_info = SimpleNamespace(rank=0, local_world_size=4, device=device)
+    runtime = SimpleNamespace(rank_info=rank_info, is_watched=True)
+    loaders.watch_memory(Settings(), SimpleNamespace(worker_pids=()), runtime)
+    share_bytes = loaders.HEAP_SHARE * SystemReader()(()).ceiling_bytes
+    assert kept == [int(share_bytes / one) for one in shares]

@@ -156,3 +156,40 @@ def test_trim_returns_freed_small_blocks_to_the_system():
     trim_heap()
     assert full - process.memory_info().rss > 80 * MB
     assert len(kept) == 50
+
+
+FREED_AND_TAKEN = """
+import resource
+from ddp_runner.memory.reclaim import keep_freed_heap
+
+def faults_of_steps():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(20):
+        blocks = [bytearray(b"x") * 100_000 for _ in range(100)]
+        del blocks
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+faults_of_steps()
+print(faults_of_steps(), keep_freed_heap(100_000_000), faults_of_steps() and faults_of_steps())
+"""
+
+
+@pytest.mark.skipif("glibc" not in os.confstr("CS_GNU_LIBC_VERSION").lower(), reason="glibc only")
+@pytest.mark.parametrize(
+    "chosen", ["", "MALLOC_TRIM_THRESHOLD_=131072", "GLIBC_TUNABLES=glibc.malloc.top_pad=131072"]
+)
+def test_steps_take_kept_memory_without_faults(chosen):
+    """What a step frees the next one takes without a fault for each page, unless the user has set the heap up."""
+    name, _, value = chosen.partition("=")
+    environment = {**os.environ, **({name: value} if name else {})}
+    found = subprocess.run(
+        [sys.executable, "-c", FREED_AND_TAKEN],
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    before, is_kept, after = found.stdout.split()
+    assert int(before) > 10_000
+    assert is_kept == str(not chosen)
+    assert int(after) < 1_000 if is_kept == "True" else int(after) > 10_000
