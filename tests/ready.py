@@ -374,6 +374,8 @@ def _become(environment, outputs, given) -> None:
     os.environ.update(environment)
     tempfile.tempdir = None
     launch_folder.begin_here()  # an interpreter that has just begun means its own directory
+    paths = environment.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:0] = [path for path in paths if path and path not in sys.path]
     start.clean_search_path()
     for number, stream in enumerate((given, outputs[0], outputs[-1])):
         os.dup2(stream, number)
