@@ -17,6 +17,7 @@ import gc
 import importlib
 import json
 import os
+import resource
 import runpy
 import select
 import shutil
@@ -286,6 +287,8 @@ def _launch(asked, outputs) -> None:
         _enter(path)
     for number in asked.get("ignored", ()):
         signal.signal(number, signal.SIG_IGN)
+    for number, limits in asked.get("limits", ()):
+        resource.setrlimit(number, limits)
     os.chdir(asked["cwd"])
     given = outputs.pop() if asked.get("has_stdin") else os.open(os.devnull, os.O_RDONLY)
     _become(asked["env"], outputs, given)
