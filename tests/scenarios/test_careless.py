@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.hashed_names import NAME_SEED
 from tests.scenarios.harness import Run
 
 CARELESS = f"{Path(__file__).with_name('careless.py')}:CarelessTask"
@@ -26,7 +27,7 @@ def test_a_model_made_from_a_set_resumes_with_its_moments(tmp_path, made_once):
         run.wait_for_step(14)
         run.signal(signal.SIGTERM)
         assert run.wait() == 75, run.console
-    with Run(tmp_path / "run", *here, task=CARELESS, variables={"NAME_SEED": "2"}) as run:
+    with Run(tmp_path / "run", *here, task=CARELESS, variables={NAME_SEED: "2"}) as run:
         assert run.wait() == 0, run.console
     weights = [
         torch.load(one.checkpoints / "step_00000024.pt", weights_only=True)["model"]
@@ -52,8 +53,8 @@ def test_data_that_is_shuffled_where_it_is_made_is_the_same_everywhere(tmp_path,
     )
     console = (fault_free.folder / "console.txt").read_text()
     for line in (
-        "the task's figures() raised OverflowError: math range error (careless.py:74); left out",
-        "the task's sample() raised IndexError: list index out of range (careless.py:79); left out",
+        "the task's figures() raised OverflowError: math range error (careless.py:64); left out",
+        "the task's sample() raised IndexError: list index out of range (careless.py:69); left out",
     ):
         assert console.count(line) == 1, console
     assert fault_free.summary()["checkpoint"].endswith("step_00000024.pt")
