@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from .conftest import PATIENT
+from .conftest import NO_SPARE, PATIENT
 from .harness import ROOT, Run, poll
 from .test_names import SHORT, TASK
 
@@ -22,7 +22,7 @@ FILES = (
 )
 SETTINGS = (
     *("-b", 8, "num_workers=0", "save_every_steps=5", "log_interval=1", "--audit"),
-    *PATIENT,
+    *(*PATIENT, NO_SPARE),
 )
 
 
