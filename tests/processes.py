@@ -27,6 +27,7 @@ from typing import Any
 
 from ddp_runner.kernel.system import parent_death
 from tests import ready
+from tests.huge_pages import use_huge_pages
 
 ROOT = Path(__file__).resolve().parents[1]
 DEADLINE_S = 120.0  # a hang; a slow machine has its time
@@ -353,6 +354,7 @@ def _main() -> None:
     own = importlib.import_module("tests.processes")
     gc.collect()
     gc.freeze()
+    use_huge_pages()
     own._serve(connection)
 
 

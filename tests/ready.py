@@ -17,6 +17,7 @@ import gc
 import importlib
 import json
 import os
+import resource
 import runpy
 import select
 import shutil
@@ -286,6 +287,8 @@ def _launch(asked, outputs) -> None:
         _enter(path)
     for number in asked.get("ignored", ()):
         signal.signal(number, signal.SIG_IGN)
+    for number, limits in asked.get("limits", ()):
+        resource.setrlimit(number, limits)
     os.chdir(asked["cwd"])
     given = outputs.pop() if asked.get("has_stdin") else os.open(os.devnull, os.O_RDONLY)
     _become(asked["env"], outputs, given)
@@ -374,6 +377,8 @@ def _become(environment, outputs, given) -> None:
     os.environ.update(environment)
     tempfile.tempdir = None
     launch_folder.begin_here()  # an interpreter that has just begun means its own directory
+    paths = environment.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:0] = [path for path in paths if path and path not in sys.path]
     start.clean_search_path()
     for number, stream in enumerate((given, outputs[0], outputs[-1])):
         os.dup2(stream, number)

@@ -1,7 +1,8 @@
 """Hands a launch that a command or a program starts over to tests.ready, and stands in its place.
 
 It is on the ``PYTHONPATH`` that ``tests.ready.environment()`` gives. The command that runs is a fork which has
-imported torch; this process passes its signals on, ends as it ends, and takes it along if it is killed.
+imported torch, with the limits of this process; this one passes its signals on, ends as it ends, and takes it along if
+it is killed.
 """
 
 import os
@@ -42,6 +43,7 @@ def _launch():
 
 def _stand_for(words, path, *, is_program):
     import json
+    import resource
     import signal
     import socket
     from array import array
@@ -68,6 +70,10 @@ def _stand_for(words, path, *, is_program):
         "is_bound": True,
         "is_program": is_program,
         "ignored": ignored,
+        "limits": [
+            (number, resource.getrlimit(number))
+            for number in (resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE)
+        ],
     }
     text = json.dumps(asked).encode()
     link.sendmsg(

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import Sampler, Subset, TensorDataset
 
 from ddp_runner.training.task import Datasets
+from tests.hashed_names import Name
 
 
 class Towers(nn.Module):
@@ -18,8 +19,8 @@ class Towers(nn.Module):
 
     def __init__(self):
         super().__init__()
-        names = {"text", "image", "sound"}
-        self.towers = nn.ModuleDict({name: nn.Linear(8, 8) for name in names})
+        names = {Name("text"), Name("image"), Name("sound")}
+        self.towers = nn.ModuleDict({str(name): nn.Linear(8, 8) for name in names})
         for name in sorted(self.towers):  # the order of the set shows in no weight
             generator = torch.Generator().manual_seed(len(name))
             self.towers[name].weight.data.normal_(std=0.3, generator=generator)

@@ -67,22 +67,3 @@ class CompiledTask(LayeredTask):
     def loss(self, model, batch):
         self._calls.more(1)
         return super().loss(model, batch)
-
-
-class LacksCompiler(LayeredTask):
-    """On rank 1 there is no C++ compiler, and on rank 0 nothing that needs one."""
-
-    def build_model(self):
-        if os.environ["RANK"] == "0":
-            return Uncompiled()
-        importlib.import_module("torch._inductor.config").cpp.cxx = (None, "/nowhere/c++")
-        return super().build_model()
-
-
-class Uncompiled(Layered):
-    """What torch.compile leaves as it is."""
-
-    def __init__(self, *arguments, **named):
-        super().__init__(*arguments, **named)
-        # Here, as it imports the compiler, and each test process imports this file.
-        self.forward = torch.compiler.disable(self.forward)

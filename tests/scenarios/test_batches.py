@@ -12,8 +12,8 @@ from tests.scenarios.conftest import PATIENT
 from tests.scenarios.harness import Run
 
 TASKS = Path(__file__).with_name("batches.py")
-SETTINGS = ("-b", 8, "--max-steps", 40, "--audit", *PATIENT)
-KILLED_AT = (8, 14, 20, 26, 32)  # each with another rest of five, and so another way
+SETTINGS = ("-b", 8, "--max-steps", 28, "--audit", *PATIENT)
+KILLED_AT = (6, 10, 14, 18, 22)  # each with another rest of five, and so another way
 KILLS = [
     word
     for number, step in enumerate(KILLED_AT)
@@ -45,7 +45,7 @@ def test_rows_that_the_dataset_keeps_are_not_changed_with_the_batch(tmp_path, ma
     how = (*SETTINGS, "task.way=rows")
     with_workers = made_once(*how, "num_workers=1", task=f"{TASKS}:BatchTask")
     with Run(tmp_path, *how, "num_workers=0", task=f"{TASKS}:BatchTask") as run:
-        run.wait_for_step(20)
+        run.wait_for_step(14)
         run.signal(signal.SIGKILL, run.rank_pid(1))
         assert run.wait() == 0, run.console
     assert (run.digest, run.summary()["exact"]) == (with_workers.digest, True)

@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 
-from tests.scenarios.conftest import PATIENT
+from tests.scenarios.conftest import NO_SPARE, PATIENT
 from tests.scenarios.harness import Run
 
 SHORT = ("-b", 8, "--max-steps", 6, "num_workers=0", "save_every_steps=3", "log.display=plain")
@@ -24,7 +24,7 @@ def test_a_run_begins_with_the_weights_that_a_folder_leads_to(earlier, tmp_path)
     file = folder / (folder / "last").read_text().strip()
     digests = []
     for number, path in enumerate((file, folder)):
-        with Run(tmp_path / str(number), *SHORT, "--init-from", path, *PATIENT) as run:
+        with Run(tmp_path / str(number), *SHORT, "--init-from", path, *PATIENT, NO_SPARE) as run:
             assert run.wait() == 0, run.console
         digests.append(run.digest)
     assert len(set(digests)) == 1

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.hashed_names import NAME_SEED
 from tests.scenarios.harness import Run
 
 CARELESS = f"{Path(__file__).with_name('careless.py')}:CarelessTask"
@@ -22,12 +23,11 @@ def test_a_model_made_from_a_set_resumes_with_its_moments(tmp_path, made_once):
         "--inject",
         "slow:rank=all,step=14,seconds=0.5",
     )  # somebody has the time to ask for a stop
-    with Run(tmp_path / "run", *here, *slow, task=CARELESS) as run:  # the hash seed of tests.ready
+    with Run(tmp_path / "run", *here, *slow, task=CARELESS) as run:
         run.wait_for_step(14)
         run.signal(signal.SIGTERM)
         assert run.wait() == 75, run.console
-    another = {"PYTHONHASHSEED": "2"}
-    with Run(tmp_path / "run", *here, task=CARELESS, environment=another) as run:
+    with Run(tmp_path / "run", *here, task=CARELESS, variables={NAME_SEED: "2"}) as run:
         assert run.wait() == 0, run.console
     weights = [
         torch.load(one.checkpoints / "step_00000024.pt", weights_only=True)["model"]
@@ -53,8 +53,8 @@ def test_data_that_is_shuffled_where_it_is_made_is_the_same_everywhere(tmp_path,
     )
     console = (fault_free.folder / "console.txt").read_text()
     for line in (
-        "the task's figures() raised OverflowError: math range error (careless.py:63); left out",
-        "the task's sample() raised IndexError: list index out of range (careless.py:68); left out",
+        "the task's figures() raised OverflowError: math range error (careless.py:64); left out",
+        "the task's sample() raised IndexError: list index out of range (careless.py:69); left out",
     ):
         assert console.count(line) == 1, console
     assert fault_free.summary()["checkpoint"].endswith("step_00000024.pt")

@@ -7,10 +7,19 @@ import json
 import pytest
 
 from tests import ready
+from tests.scenarios.conftest import NO_SPARE
 from tests.scenarios.harness import Run
 from tests.scenarios.test_outside import TORCHRUN
 
-QUICK = ("-b", 8, "num_workers=0", "task.pace_s=0", "warmup_steps=4", "learning_rate=6e-3")
+QUICK = (
+    "-b",
+    8,
+    "num_workers=0",
+    "task.pace_s=0",
+    "warmup_steps=4",
+    "learning_rate=6e-3",
+    NO_SPARE,
+)
 RATE = "optim.learning_rate 0.006 -> 0.001 at step 12"
 AVERAGE = "optim.ema_decay 0.9 -> none at step 12: the file's average (EMA) is dropped"
 SINCE = ", where steps from 5 on had the rates of the length before"

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.scenarios.conftest import NO_SPARE
 from tests.scenarios.harness import Run, poll
 from tests.scenarios.workload import HOLD_NAME, TROUBLE_NAME
 
@@ -48,7 +49,7 @@ def resumed_from(outputs, folder, step, settings):
 
 
 def trained(folder, *settings, **options):
-    with Run(folder, *settings, task=TASK, **options) as run:
+    with Run(folder, *settings, NO_SPARE, task=TASK, **options) as run:
         assert run.wait() == 0, run.console
     return run
 

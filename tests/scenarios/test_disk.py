@@ -12,7 +12,7 @@ import pytest
 from ddp_runner.checkpoint.store import CheckpointStore
 from tests.disks import small_disk
 
-from .conftest import LONG, LONG_STEPS, PATIENT, STEPS
+from .conftest import LONG, LONG_STEPS, NO_SPARE, PATIENT, STEPS
 from .conftest import WITHOUT_WORKERS as SETTINGS
 from .harness import WORKLOAD, Run, poll
 from .test_trackers import WRITTEN, assert_same_points, stands
@@ -134,7 +134,7 @@ def test_a_supervisor_killed_beside_a_save_leaves_disk_and_memory_clean(fault_fr
         run.assert_machine_clean()
     assert verified_steps(run) == []
     slow_disk.unlink()
-    with Run(tmp_path, *SETTINGS, task=SLOW) as run:
+    with Run(tmp_path, *SETTINGS, NO_SPARE, task=SLOW) as run:
         assert run.wait() == 0, run.console
     assert "which a writer that was killed had left" in run.console
     assert list(run.checkpoints.glob(".*tmp*")) == []
@@ -156,7 +156,7 @@ def test_a_last_save_that_fails_is_exit_1_and_names_the_file(tmp_path):
     last = f"step={STEPS - 1},phase=optimizer,seconds=1000"
     hold = tmp_path / HOLD_NAME
     hold.write_text(str(STEPS - 5))
-    harm = (*injected(f"disk_full:rank=0,{last}"), "recovery.checkpoint_timeout_s=2")
+    harm = (*injected(f"disk_full:rank=0,{last}"), NO_SPARE, "recovery.checkpoint_timeout_s=2")
     with Run(tmp_path, *SETTINGS, *harm) as run:
         run.wait_for_checkpoint(10)
         hold.unlink()
@@ -176,7 +176,9 @@ def test_a_last_save_that_fails_is_exit_1_and_names_the_file(tmp_path):
 def test_an_io_error_costs_one_save(fault_free, tmp_path):
     """Reported with the file, the next one left out, then all is as before, to the last bit."""
     error = injected("disk_error:rank=0,step=9,phase=checkpoint")
-    run = finish(tmp_path, *error, "evaluate_interval=1")  # which is followed by a save, at step 12
+    run = finish(
+        tmp_path, *error, NO_SPARE, "evaluate_interval=1"
+    )  # which is followed by a save, at step 12
     assert "step_00000010.pt: Input/output error; training continues" in run.console
     assert not {10, 12} & set(saved(run))
     assert saved(run)[-1] == STEPS
@@ -202,7 +204,14 @@ def read_only(directory):
 
 def test_a_disk_turned_read_only_fails_the_last_save_and_no_step(tmp_path):
     """Every step is trained; then exit 1 with the file, and what was saved before is whole."""
-    few = ("--max-steps", 36, "save_interval=0", "task.pace_s=0.1", "checkpoint_timeout_s=3")
+    few = (
+        "--max-steps",
+        36,
+        "save_interval=0",
+        "task.pace_s=0.1",
+        "checkpoint_timeout_s=3",
+        NO_SPARE,
+    )
     hold = tmp_path / HOLD_NAME
     hold.write_text("20")  # before the next save
     with Run(tmp_path, *SETTINGS, *few) as run:
@@ -228,7 +237,7 @@ def full(directory):
     filler.unlink()
 
 
-FEW = ("--max-steps", 24, "save_every_steps=0", "save_interval=0")
+FEW = ("--max-steps", 24, "save_every_steps=0", "save_interval=0", NO_SPARE)
 
 
 def test_a_finished_run_waits_for_a_disk_that_is_full(made_once, tmp_path):
@@ -264,7 +273,7 @@ def test_a_finished_run_is_kept_elsewhere_where_its_disk_stays_full(made_once, t
         assert run.summary()["checkpoint_step"] == 24
         words = f"resume from it with --resume {rescued}"
         assert run.console.index("ERROR") < run.console.rindex(words)
-        with Run(tmp_path, *SETTINGS, "--max-steps", 30, "--resume", rescued) as again:
+        with Run(tmp_path, *SETTINGS, NO_SPARE, "--max-steps", 30, "--resume", rescued) as again:
             assert again.wait() == 0, again.console
         assert "resumed at step 24" in again.console
 
@@ -314,7 +323,7 @@ def test_logs_that_cannot_be_written_cost_lines_only(fault_free, tmp_path):
         for name, tensor in reference.state["model"].items():
             assert loaded.state["model"][name].equal(tensor)
         (run.logs / "filler").unlink()
-        with Run(tmp_path, *SETTINGS, *WRITTEN, "--max-steps", LONG_STEPS + 6) as run:
+        with Run(tmp_path, *SETTINGS, NO_SPARE, *WRITTEN, "--max-steps", LONG_STEPS + 6) as run:
             assert run.wait() == 0, run.console
         written = {step for step, rank in stands(run.logs) if rank == 0}
         assert written >= {*range(1, 9), *range(LONG_STEPS + 1, LONG_STEPS + 7)}

@@ -37,7 +37,8 @@ def test_a_run_without_standard_streams_trains(tmp_path):
 def test_too_few_open_files_are_one_line(tmp_path):
     """It is known before any process starts, and what would be enough, see above, is said."""
     command = in_shell("ulimit -n 20;")
-    with Run(tmp_path, *SHORT, command=command, environment=CHECKOUT) as run:
+    forks = {**CHECKOUT, **ready.environment()}
+    with Run(tmp_path, *SHORT, command=command, environment=forks) as run:
         assert run.wait() == 2
     expected = "ddp_runner: error: ulimit -n=20: allows too few open files: 2 ranks need 96\n"
     assert run.console == expected
@@ -47,9 +48,10 @@ def test_too_few_open_files_are_one_line(tmp_path):
 def test_files_too_small_for_a_checkpoint_are_one_line(tmp_path):
     """No later try could write one, so nothing is trained."""
     command = in_shell("ulimit -f 8;")
-    uncached = {**CHECKOUT, "PYTHONDONTWRITEBYTECODE": "1"}  # Python would leave half a file
+    forks = {**CHECKOUT, **ready.environment()}
+    forks["PYTHONDONTWRITEBYTECODE"] = "1"  # Python would leave half a file
     wide = (*SHORT, "task.width=512")
-    with Run(tmp_path, *wide, command=command, environment=uncached) as run:
+    with Run(tmp_path, *wide, command=command, environment=forks) as run:
         assert run.wait() == 2, run.console
     assert (
         "ddp_runner: error: ulimit -f: allows files of 4,096 bytes; a checkpoint takes more than "

@@ -14,7 +14,7 @@ from statistics import median
 
 import pytest
 
-from tests.scenarios.conftest import PATIENT, STEPS
+from tests.scenarios.conftest import NO_SPARE, PATIENT, STEPS
 from tests.scenarios.harness import Run, assert_every_sample_once, poll
 
 SPACING_STEPS = 8  # a new process is watched closely from its fourth step on
@@ -347,7 +347,7 @@ def resident_bytes(pid):
 def test_slow_is_not_hung(tmp_path):
     """A rank many times slower, a long first step or evaluation, a pause of all: nothing is repaired."""
     settings = (
-        *("--max-steps", 80, "num_workers=0"),
+        *("--max-steps", 80, "num_workers=0", NO_SPARE),
         *("evaluate_every_steps=50", "task.validation_s=1.5"),
         *("--inject", "slow:rank=1,step=0,seconds=2"),
         # Slow beside peers that have a busy machine's own step of a tenth of a second, too.
@@ -372,7 +372,14 @@ def test_slow_is_not_hung(tmp_path):
 def test_who_compiles_alone_is_waited_for(tmp_path, find_unused, limit, seconds):
     """One rank's first forward outlasts what a collective or forming may take: nobody gives up."""
     settings = (
-        *("--max-steps", 8, f"ddp.find_unused_parameters={find_unused}", "num_workers=0", limit),
+        *(
+            "--max-steps",
+            8,
+            f"ddp.find_unused_parameters={find_unused}",
+            "num_workers=0",
+            limit,
+            NO_SPARE,
+        ),
         *("--inject", f"slow:rank=1,step=0,seconds={seconds}"),
     )
     with Run(tmp_path, *QUICK, *settings) as run:

@@ -6,10 +6,9 @@ import shutil
 import textwrap
 from pathlib import Path
 
-import pytest
 import torch
 
-from .conftest import PATIENT
+from .conftest import NO_SPARE, PATIENT
 from .harness import ROOT, Run, poll
 from .test_names import SHORT, TASK
 
@@ -23,7 +22,7 @@ FILES = (
 )
 SETTINGS = (
     *("-b", 8, "num_workers=0", "save_every_steps=5", "log_interval=1", "--audit"),
-    *PATIENT,
+    *(*PATIENT, NO_SPARE),
 )
 
 
@@ -91,21 +90,31 @@ LEAVES = (
 )
 
 
-@pytest.mark.parametrize("place", ["class ", "    def build_datasets", "        return "])
-def test_a_task_that_changes_the_working_directory_keeps_its_files(tmp_path, place):
-    """Relative folders, the task's file and a checkpoint to resume from mean what they meant at the launch."""
-    source = textwrap.dedent(TASK)
+def leaving(source, place, name, *, is_behind=False):
+    """``source`` with lines before ``place``, or behind its line, that go into the folder ``name``."""
+    head, found, rest = source.partition(place)
+    assert found
     indent = len(place) - len(place.lstrip())
-    if place == "    def build_datasets":
-        source = source.replace(place, "    def build_datasets", 1)
-        head, found, rest = source.partition(place)
-        line, _, body = rest.partition("\n")
-        source = f"{head}{found}{line}\n{textwrap.indent(LEAVES, ' ' * 8)}{body}"
-    else:
-        head, found, rest = source.partition(place)
-        source = f"{head}{textwrap.indent(LEAVES, ' ' * indent)}{found}{rest}"
+    if is_behind:
+        line, _, rest = rest.partition("\n")
+        head, found, indent = f"{head}{found}{line}\n", "", indent + 4
+    lines = textwrap.indent(LEAVES.replace("elsewhere", name), " " * indent)
+    return f"{head}{lines}{found}{rest}"
+
+
+def test_a_task_that_changes_the_working_directory_keeps_its_files(tmp_path):
+    """Relative folders, the task's file and a checkpoint to resume from mean what they meant at the launch.
+
+    It goes when it is imported, when its data is made, and once more when its model is.
+    """
+    source = textwrap.dedent(TASK)
+    source = leaving(source, "class ", "first")
+    source = leaving(source, "    def build_datasets", "second", is_behind=True)
+    source = leaving(source, "        return ", "third")
+    places = [tmp_path / name for name in ("first", "second", "third")]
+    for place in places:
+        place.mkdir()
     (tmp_path / "mine.py").write_text(source)
-    (tmp_path / "elsewhere").mkdir()
     words = ("--task", "mine.py", "recovery.drill_at=2", "save_every_steps=4")
     kill = ("--inject", "kill:rank=0,step=6")
     with Run(tmp_path, *words, *SHORT, 12, *kill, task=None) as run:
@@ -118,7 +127,7 @@ def test_a_task_that_changes_the_working_directory_keeps_its_files(tmp_path, pla
     assert "cannot be written" not in run.console
     assert (tmp_path / folder / "final.pt").exists()
     assert "saved" in (run.logs / "rank_0.log").read_text()
-    assert not list((tmp_path / "elsewhere").iterdir())
+    assert [list(place.iterdir()) for place in places] == [[], [], []]
     resume = ("--resume", folder / "step_00000008.pt")
     with Run(tmp_path, *words, *SHORT, 12, *resume, task=None) as run:
         assert run.wait() == 0, run.console
@@ -129,6 +138,8 @@ def test_a_task_that_changes_the_working_directory_keeps_its_files(tmp_path, pla
 def test_a_loop_that_changes_the_working_directory_resumes_from_its_checkpoints(tmp_path):
     """So does Hydra before a program's own lines, and many a program at its top."""
     program = (ROOT / "docs/examples/my_loop.py").read_text()
+    assert "max_steps=200" in program
+    program = program.replace("max_steps=200", "max_steps=60")
     (tmp_path / "mine.py").write_text(program.replace("run = ddp", f"{LEAVES}run = ddp", 1))
     (tmp_path / "elsewhere").mkdir()
     words = ("save_every_steps=20", "recovery.drill_at=2")
@@ -138,5 +149,5 @@ def test_a_loop_that_changes_the_working_directory_resumes_from_its_checkpoints(
         assert run.wait() == 0, run.console
     run.logs = tmp_path / "logs" / "mine"
     assert run.summary()["exact"] is True, run.summary()["inexact_reasons"]
-    assert (tmp_path / "checkpoints" / "mine" / "last").read_text() == "step_00000200.pt\n"
+    assert (tmp_path / "checkpoints" / "mine" / "last").read_text() == "step_00000060.pt\n"
     assert [path.name for path in (tmp_path / "elsewhere").iterdir()] == ["product.pt"]

@@ -10,7 +10,7 @@ import pytest
 
 from ddp_runner.data.order import SampleOrder
 from tests.scenarios.cgroups import memory_cgroup
-from tests.scenarios.conftest import LONG, LONG_STEPS, PATIENT, SETTINGS
+from tests.scenarios.conftest import LONG, LONG_STEPS, NO_SPARE, PATIENT, SETTINGS
 from tests.scenarios.harness import Run, assert_every_sample_once, poll
 from tests.scenarios.workload import HOLD_NAME
 
@@ -44,7 +44,7 @@ def test_loader_workers_that_die_or_stop_are_replaced_inside_their_rank(tmp_path
         "loader_stop:rank=1,step=11",
         "loader_kill:rank=0,step=17",
     )
-    run = finish(tmp_path, *SETTINGS, *(f"--inject={blow}" for blow in blows))
+    run = finish(tmp_path, *SETTINGS, NO_SPARE, *(f"--inject={blow}" for blow in blows))
     summary = run.summary()
     assert summary["weights_sha256"] == fault_free(2).digest
     assert (summary["exact"], len(run.events("forming"))) == (True, 1)
@@ -68,7 +68,7 @@ def test_loader_workers_that_die_or_stop_are_replaced_inside_their_rank(tmp_path
 def test_a_worker_that_exits_raises_or_is_stuck_costs_no_sample(tmp_path, fault_free):
     """Each once, the sample is well when it is tried again: batches and weights of a fault-free run."""
     troubles = ("data 0 exit7", "data 0 raise", "data 1 sleep600")
-    settings = ("loader_timeout_s=2", "task.pace_s=0.12")
+    settings = (NO_SPARE, "loader_timeout_s=2", "task.pace_s=0.12")
     with Run(tmp_path, *SETTINGS, *settings, world=2) as run:
         run.wait_for_step(3)
         for trouble in troubles:
@@ -101,7 +101,7 @@ def test_a_worker_that_exits_raises_or_is_stuck_costs_no_sample(tmp_path, fault_
 def test_a_slow_sample_is_no_fault(tmp_path, fault_free, workers):
     """Beyond the hang deadline of a step, but below the loader's: it is waited for, in the rank itself too."""
     (tmp_path / TROUBLE).write_text("data 1 sleep3 100", encoding="utf-8")  # of step 12 or so
-    settings = (*SETTINGS, "recovery.hang_min_s=1", f"num_workers={workers}")
+    settings = (*SETTINGS, NO_SPARE, "recovery.hang_min_s=1", f"num_workers={workers}")
     with Run(tmp_path, *settings, world=2) as run:
         assert run.wait() == 0, run.console
     assert not (tmp_path / TROUBLE).exists()
@@ -113,7 +113,7 @@ def test_a_slow_sample_is_no_fault(tmp_path, fault_free, workers):
 def test_a_bad_sample_is_replaced_in_every_life_of_the_run(tmp_path):
     """The same stand-in with or without faults and a resume, found once, reported as not exact."""
     steps = ("--max-steps", 60)
-    calm = finish(tmp_path / "calm", *QUICK, *steps, *BAD, *DRAWN)
+    calm = finish(tmp_path / "calm", *QUICK, NO_SPARE, *steps, *BAD, *DRAWN)
     asked = (1, 8)  # the other one may come in the same step, on the other rank
     record, other = sorted(
         quarantined(calm), key=lambda record: (record["rank"], record["step"]) != asked
@@ -150,7 +150,7 @@ def tries(folder):
 
 def test_a_sample_that_kills_every_worker_stops_the_run_and_is_named(tmp_path):
     """The default: exit 1 within its first generation; no rank dies of it."""
-    run = finish(tmp_path, *QUICK, task=BREAKING, code=1)
+    run = finish(tmp_path, *QUICK, NO_SPARE, task=BREAKING, code=1)
     fault = run.summary()["faults"][-1]
     assert fault["kind"] == "bad_sample"
     assert fault["cause"].startswith("sample 5 (epoch 1) could not be loaded: no worker survives")
@@ -254,7 +254,9 @@ def test_loading_for_an_evaluation_is_repaired_as_well(tmp_path, fault_free):
     breaking = ("task.place=validation", "task.bad=3", "on_bad_sample=substitute")
     hold = tmp_path / HOLD_NAME
     hold.write_text("16")
-    with Run(tmp_path, *SETTINGS, *LONG, *evaluating, *breaking, task=BREAKING, world=2) as run:
+    with Run(
+        tmp_path, *SETTINGS, *LONG, NO_SPARE, *evaluating, *breaking, task=BREAKING, world=2
+    ) as run:
         run.wait_for_step(14)
         (tmp_path / TROUBLE).write_text("validation 1 sleep600", encoding="utf-8")
         hold.unlink()
@@ -281,7 +283,7 @@ def test_loading_for_an_evaluation_is_repaired_as_well(tmp_path, fault_free):
 def test_a_stream_goes_on_exactly_after_a_fault_and_a_resume(tmp_path):
     """With a state; by skipping: test_batches. Same weights, and the same items in the same steps on all ranks, over uneven epochs."""
     steps = ("--max-steps", 40, "task.stateful=True", "num_workers=0")
-    calm = Run(tmp_path / "calm", *QUICK, *steps, task=STREAM, world=2)
+    calm = Run(tmp_path / "calm", *QUICK, NO_SPARE, *steps, task=STREAM, world=2)
     with calm:
         assert calm.wait() == 0, calm.console
     kill = ("--inject", "kill:rank=1,step=8", "--inject", "kill:rank=0,step=12")

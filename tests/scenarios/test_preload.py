@@ -58,12 +58,12 @@ def test_what_starts_a_thread_or_cuda_is_left_to_each_rank(tmp_path, modules):
     folder = tmp_path / "nvidia"
     folder.mkdir()
     build_library(folder, "libcuda.so.1", DRIVER % 1)
-    environment = {
+    variables = {
         "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}",
         "LD_LIBRARY_PATH": str(folder),
     }
     options = ("--preload", "calm,busy,starts_cuda")
-    with run_script(tmp_path, modules, options=options, environment=environment) as run:
+    with run_script(tmp_path, modules, options=options, variables=variables) as run:
         assert run.wait() == 0, run.console
     for name, why in (("busy", "2 threads run"), ("starts_cuda", "CUDA is in use")):
         line = f"--preload: {name} is left to each rank: after importing it {why}"

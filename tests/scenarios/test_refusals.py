@@ -8,10 +8,11 @@ import signal
 
 import pytest
 
-from tests.scenarios.conftest import STEPS
-from tests.scenarios.conftest import WITHOUT_WORKERS as SETTINGS
+from tests.scenarios.conftest import NO_SPARE, STEPS, WITHOUT_WORKERS
 from tests.scenarios.harness import Run
 from tests.scenarios.workload import HOLD_NAME
+
+SETTINGS = (*WITHOUT_WORKERS, NO_SPARE)
 
 
 def contents(folder):

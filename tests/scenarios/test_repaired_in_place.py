@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.scenarios.conftest import PATIENT
+from tests.scenarios.conftest import NO_SPARE, PATIENT
 from tests.scenarios.harness import Run
 from tests.scenarios.workload import HOLD_NAME
 
@@ -22,7 +22,9 @@ BROKEN_BATCHES = f"{Path(__file__).with_name('hungry.py')}:BrokenBatchesTask"
 BROKEN_GRADIENTS = f"{Path(__file__).with_name('hungry.py')}:BrokenGradientsTask"
 EXPLODING_GRADIENTS = f"{Path(__file__).with_name('hungry.py')}:ExplodingGradientsTask"
 PLAIN = f"{Path(__file__).with_name('workload.py')}:PacedTask"
-SETTINGS = ("-e", 3, "-b", 8, "num_workers=0", "--audit", "log.display=plain", *PATIENT)
+# A rank that repairs itself is not replaced; the tests that lose one besides have a SPARE.
+SETTINGS = ("-e", 3, "-b", 8, "num_workers=0", "--audit", "log.display=plain", *PATIENT, NO_SPARE)
+SPARE = "recovery.warm_spare=true"
 SAVES = ("save_every_steps=10", "save_interval=0", "keep_last=9")
 
 
@@ -255,7 +257,7 @@ def test_steps_that_are_not_finite_are_skipped_then_rolled_back(tmp_path):
 def test_what_is_gone_back_to_is_from_before_the_bad_steps(tmp_path):
     """A save at every second step would stand amid them: gone back to, it would lead into them again."""
     run = finish(
-        tmp_path, "max_errors_per_epoch=3", "save_every_steps=2", "task.count=9", "--max-steps", 60,
+        tmp_path, "max_errors_per_epoch=3", "save_every_steps=2", "task.count=9", "--max-steps", 40,
         task=BROKEN_BATCHES, hurries=False,
     )  # fmt: skip
     saved = [event["step"] for event in run.events("checkpoint_saved")]
@@ -307,7 +309,7 @@ def test_a_roll_back_to_the_start_is_done_by_any_successor(tmp_path):
     )
     undisturbed = finish(tmp_path / "undisturbed", *words, task=BROKEN_BATCHES)
     assert "rolled back to step 0, learning rate x 0.5" in undisturbed.console
-    run = finish(tmp_path / "disturbed", *words, "task.dies=true", task=BROKEN_BATCHES)
+    run = finish(tmp_path / "disturbed", *words, "task.dies=true", SPARE, task=BROKEN_BATCHES)
     summary = run.summary()
     (fault,) = summary["faults"]
     assert (fault["kind"], fault["rank"]) == ("rank_killed", 0)
@@ -321,7 +323,7 @@ def test_a_rank_that_dies_leaving_the_other_branch_has_a_successor(tmp_path):
     """A roll-back before the first save would find the old checkpoints, were they still there."""
     finish(tmp_path, "--max-steps", 6, task=PLAIN)
     task = PLAIN.replace("workload.py:PacedTask", "hungry.py:DiesLeavingTask")
-    run = finish(tmp_path, "--max-steps", 4, "--resume", "none", task=task)
+    run = finish(tmp_path, "--max-steps", 4, "--resume", "none", SPARE, task=task)
     (fault,) = run.summary()["faults"]
     assert (fault["kind"], fault["rank"]) == ("rank_killed", 0)
     assert run.console.count("does not resume from were moved to") == 1
@@ -469,7 +471,7 @@ def test_the_final_loss_is_that_of_the_last_step_that_was_applied(tmp_path):
     words = ("--max-steps", 12, "--inject", "nan:rank=1,step=11")
     killed = ("--inject", "kill:rank=0,step=11,phase=checkpoint")
     one = finish(tmp_path / "1", *words, task=PLAIN)
-    other = finish(tmp_path / "2", *words, *killed, task=PLAIN)
+    other = finish(tmp_path / "2", *words, *killed, SPARE, task=PLAIN)
     assert skipped_steps(one) == 1
     assert [fault["kind"] for fault in other.summary()["faults"]] == ["rank_killed"]
     assert one.digest == other.digest

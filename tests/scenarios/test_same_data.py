@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.scenarios.conftest import NO_SPARE
 from tests.scenarios.harness import Run, poll
 from tests.scenarios.test_order import rewritten
 
@@ -19,9 +20,11 @@ SETTINGS = (
 )
 
 
+SPARE = "recovery.warm_spare=process"  # one that builds ahead has the data of before
+
+
 def start(folder, name, *arguments, steps=40, workers=1, **kept):
-    # A spare that builds ahead has the data of before.
-    words = (f"num_workers={workers}", "--max-steps", steps, "recovery.warm_spare=process")
+    words = (f"num_workers={workers}", "--max-steps", steps, NO_SPARE)
     return Run(folder, *SETTINGS, *words, *arguments, task=f"{TASKS}:{name}", **kept)
 
 
@@ -55,7 +58,7 @@ def test_ranks_that_differ_go_on_where_that_is_only_to_be_reported(tmp_path):
 
 def test_a_replacement_that_finds_other_data_ends_the_run_with_all_saved(tmp_path):
     write(tmp_path, 0)
-    with start(tmp_path, "FromFile", steps=400) as run:
+    with start(tmp_path, "FromFile", SPARE, steps=400) as run:
         run.wait_for_step(10)
         write(tmp_path, 1)
         run.signal(signal.SIGKILL, run.rank_pid(1))

@@ -15,10 +15,8 @@ import pytest
 import torch
 
 from tests.scenarios.conftest import filled_once
-from tests.scenarios.harness import PYTHON_M, ROOT, Run, poll
+from tests.scenarios.harness import ROOT, Run, poll
 
-# As a person starts it, with interpreters that have imported nothing; most are forks, see tests.ready.
-RUN = (*PYTHON_M, "run")
 SCRIPTS = Path(__file__).with_name("scripts")
 TRAIN, PROBE = SCRIPTS / "train.py", SCRIPTS / "probe.py"
 
@@ -63,7 +61,7 @@ def one_epoch(undisturbed):
 
 def test_a_script_finds_what_python_and_torchrun_give_it(tmp_path):
     """Its own ``__main__``, words, folder and variables; it ends as python does, with its own code."""
-    with run_script(tmp_path, PROBE, 5, "--flag=x", command=RUN) as run:
+    with run_script(tmp_path, PROBE, 5, "--flag=x") as run:
         assert run.wait() == 5, run.console
     found = [json.loads((tmp_path / f"rank_{rank}.json").read_text()) for rank in range(2)]
     for rank, one in enumerate(found):
@@ -99,6 +97,9 @@ os.environ["OMP_NUM_THREADS"] = "3"
 sys.path.append(os.path.join(os.path.dirname(__file__), "lib"))
 import profile, secrets, tests
 import torch, ddp_runner
+assert (__name__, __spec__, sys.modules["__main__"].__dict__ is globals()) == ("__main__", None, True)
+assert (sys.argv[1:], sys.path[0]) == (["5", "--flag=x"], os.path.dirname(os.path.abspath(__file__)))
+assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("0", "1")
 assert (profile.WHO, secrets.WHO, tests.WHO) == ("mine", "mine", "mine")
 assert os.environ["TORCHELASTIC_MAX_RESTARTS"] == "0"
 torch.save([1], b"bytes.pt")
@@ -106,11 +107,15 @@ torch.save([2], "pipe")
 w = torch.nn.Parameter(torch.ones(1)); w.sum().backward(); torch.optim.SGD([w]).step()
 assert torch.get_num_threads() == 3
 print("got", sys.stdin.read())
+sys.exit(5)
 """
 
 
 def test_files_input_and_pipes_are_as_under_python(tmp_path):
-    """Its folder comes before what is imported already, what it appends before the checkout; rank 0 reads."""
+    """Its folder comes before what is imported already, what it appends before the checkout; rank 0 reads.
+
+    As a person starts it: the interpreters have imported nothing, where the other tests have forks, see tests.ready.
+    """
     for path in ("profile.py", "secrets.py", "lib/tests/__init__.py"):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text("WHO = 'mine'\n", encoding="utf-8")
@@ -119,7 +124,7 @@ def test_files_input_and_pipes_are_as_under_python(tmp_path):
     variables = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
     reader = os.open(tmp_path / "pipe", os.O_RDWR)  # so that no writer waits
     done = subprocess.run(
-        [ROOT / "launch_training.sh", "run", "-n", "1", "--cpu", "own.py"],
+        [ROOT / "launch_training.sh", "run", "-n", "1", "--cpu", "own.py", "5", "--flag=x"],
         cwd=tmp_path,
         env={**variables, "DDP_RUNNER_PYTHON": sys.executable},
         input="hello",
@@ -128,7 +133,7 @@ def test_files_input_and_pipes_are_as_under_python(tmp_path):
         check=False,
         timeout=60,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == 5, done.stdout + done.stderr
     assert "got hello" in done.stdout
     assert "OMP_NUM_THREADS=3, set by the script, holds after its first" in done.stdout
     assert torch.load(tmp_path / "bytes.pt") == [1]

@@ -76,7 +76,7 @@ def test_auto_shares_are_kept_by_a_resume_taken_by_fresh_starts(tmp_path, made_o
     """One line says what would even the ranks out; a resume has the bits of the run that nobody stopped."""
     auto = "data.shares=auto"
     calm = made_once(*SETTINGS, task=UNEVEN, world=2)
-    with Run(tmp_path, *SETTINGS, auto, task=UNEVEN, world=2) as run:
+    with Run(tmp_path, *SETTINGS, NO_SPARE, auto, task=UNEVEN, world=2) as run:
         run.wait_for_step(30)
         run.signal(signal.SIGTERM)
         assert run.wait() == 75, run.console
@@ -85,11 +85,13 @@ def test_auto_shares_are_kept_by_a_resume_taken_by_fresh_starts(tmp_path, made_o
     assert shares[0] > shares[1]  # by how much depends on what else the machine does
     words = ",".join(map(str, shares))
     assert run.console.count(f"data.shares={words} would even out the ranks") == 1
-    with Run(tmp_path, *SETTINGS, auto, task=UNEVEN, world=2) as again:
+    with Run(tmp_path, *SETTINGS, NO_SPARE, auto, task=UNEVEN, world=2) as again:
         assert again.wait() == 0, again.console
     assert "data.shares=auto: equal shares, as this run began" in again.console
     assert (again.digest, again.summary()["exact"]) == (calm.digest, True)
-    with Run(tmp_path, *SETTINGS, auto, "--resume", "none", task=UNEVEN, world=2) as fresh:
+    with Run(
+        tmp_path, *SETTINGS, NO_SPARE, auto, "--resume", "none", task=UNEVEN, world=2
+    ) as fresh:
         assert fresh.wait() == 0, fresh.console
     assert f"data.shares=auto: {words}, as an earlier launch measured" in fresh.console
     first, second = cut(16, shares)

@@ -69,7 +69,7 @@ def test_unequal_shares_of_layers_over_ranks_are_refused(tmp_path):
 
 def test_a_compilation_that_fails_is_off_on_all_ranks_for_good(tmp_path, plain):
     """One rank lacks a compiler: one warning; a replacement and a resume do not try again."""
-    lacking = f"{Path(__file__).with_name('layered.py')}:LacksCompiler"
+    lacking = f"{Path(__file__).with_name('lacking.py')}:LacksCompiler"
     words = ("torch_compile=true", "task.pace_s=0.03")
     kill = ("--inject", "kill:step=7,phase=backward,rank=1")
     with Run(tmp_path / "run", *QUICK, *words, *kill, task=lacking) as run:

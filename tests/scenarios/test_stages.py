@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ddp_runner.checkpoint.codec import weights_sha256
-from tests.scenarios.conftest import PATIENT, filled_once
+from tests.scenarios.conftest import NO_SPARE, PATIENT, filled_once
 from tests.scenarios.harness import ROOT, Outputs, Run, poll
 from tests.scenarios.staged import held, hold
 
@@ -54,7 +54,7 @@ def fault_free(tmp_path_factory, worker_id):
     """The stages without faults, once for all test processes."""
 
     def make(folder):
-        with staged(folder) as run:
+        with staged(folder, NO_SPARE) as run:
             assert run.wait() == 0, run.console
 
     return Outputs(filled_once(tmp_path_factory, worker_id, make, ("stages", STAGES)))
@@ -82,7 +82,7 @@ def alone(folder, stage, *settings):
     folder.mkdir(parents=True)
     own = {key: value for key, value in stage.items() if key not in ("name", "init_from")}
     config.write_text(json.dumps({**COMMON, **own}), encoding="utf-8")
-    with Run(folder, "--config", config, *PATIENT, *settings, task=TASK) as run:
+    with Run(folder, "--config", config, *PATIENT, NO_SPARE, *settings, task=TASK) as run:
         assert run.wait() == 0, run.console
     return run
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.scenarios.harness import TRAIN, Run, poll
+from tests.scenarios.harness import Run, poll
 
 TASK = """\
 import time
@@ -94,8 +94,12 @@ def test_all_that_a_task_prints_at_import_is_in_the_log(folder):
 
 def test_the_display_distinguishes_ranks_that_have_not_begun_from_dead_ones(folder):
     """First they wait, then they build, and it says what; nobody is dead."""
-    with Run(folder, *SHORT, "log.display=live", task="mine.py", command=TRAIN) as run:
+    task = TASK.replace("\n\n\nclass", '\n\n\nwait_for("import.go")\n\n\nclass')
+    assert task != TASK
+    (folder / "mine.py").write_text(task)
+    with Run(folder, *SHORT, "log.display=live", task="mine.py") as run:
         shown(run, "waiting")
+        (folder / "import.go").touch()
         shown(run, "building data 0:0")
         (folder / "data.go").touch()
         shown(run, "building model 0:0")

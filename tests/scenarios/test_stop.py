@@ -64,7 +64,7 @@ def finish(folder, *, settings=SETTINGS, steps=STEPS):
 
 def test_a_launch_ends_in_time_and_the_next_goes_on(fault_free, tmp_path):
     """By its own limit, then before the end that SLURM has announced."""
-    settings = (*SETTINGS, *LONG, "task.pace_s=0.3")
+    settings = (*SETTINGS, *LONG, "task.pace_s=0.3", NO_SPARE)
     with Run(tmp_path, *settings, "--max-time", "3s") as run:
         assert run.wait(hurries=False) == 75, run.console
     assert "run.max_time has passed" in run.console
@@ -91,7 +91,7 @@ def test_a_run_stopped_at_any_step_ends_as_without_stops(fault_free, tmp_path):
     settings = (*SETTINGS, "task.pace_s=0.24", "evaluate_interval=0")
     reached, names = 0, set()
     for steps, number, deliver in STOPS:
-        workers = ("num_workers=1",) if deliver is to_everybody else ()
+        workers = ("num_workers=1",) if deliver is to_everybody else (NO_SPARE,)
         with Run(tmp_path, *settings, *workers) as run:
             reached = stop_at(run, reached + steps, number, deliver=deliver)
             assert not run.events("zygote_ended")
@@ -109,7 +109,7 @@ def test_a_run_stopped_at_any_step_ends_as_without_stops(fault_free, tmp_path):
 def test_a_stop_during_evaluation_does_not_wait_for_its_end(fault_free, tmp_path):
     """A long evaluation is cut short; the resumed run makes it good and ends with the same weights."""
     slow = (
-        *(*SETTINGS, "evaluate_interval=0", "evaluate_every_steps=18"),
+        *(*SETTINGS, NO_SPARE, "evaluate_interval=0", "evaluate_every_steps=18"),
         *("task.validation_samples=120", "task.validation_s=0.2", "task.pace_s=0"),
     )
     with Run(tmp_path, *slow) as run:
@@ -161,14 +161,14 @@ def test_who_asks_all_processes_for_a_checkpoint_disturbs_none(fault_free, tmp_p
 def test_a_stop_during_a_save_keeps_both_the_save_and_the_stop(tmp_path):
     """A signal that lands in the middle of a save neither tears the file nor gets lost."""
     big = ("task.width=100000", "task.pace_s=0.1")  # there is always a save, and time to see it
-    settings = (*SETTINGS, "--max-steps", 12, "save_every_steps=1", *big)
+    settings = (*SETTINGS, "--max-steps", 12, "save_every_steps=1", *big, NO_SPARE)
     with Run(tmp_path / "stopped", *settings) as run:
         run.wait_for_step(4)
         poll(lambda: list(run.checkpoints.glob(".*tmp*")), what="a save", every_s=0.0005)
         run.signal(signal.SIGINT)
         assert run.wait() == 130, run.console
     resumed = finish(tmp_path / "stopped", settings=settings, steps=12)
-    cheap = ("save_every_steps=0", "task.pace_s=0", "recovery.warm_spare=false")
+    cheap = ("save_every_steps=0", "task.pace_s=0")
     with Run(tmp_path / "fault_free", *settings, *cheap) as run:
         assert run.wait() == 0, run.console
     assert resumed.digest == run.digest

@@ -72,7 +72,7 @@ def test_all_at_once_is_exact_through_every_fault(tmp_path):
     assert {"rank_killed", "rank_raised", "replica_diverged"} <= set(kinds), kinds
     assert "rolled back to step 10" in run.console
     assert any(fault["all_ranks_dead"] for fault in first["faults"]), first["faults"]
-    with start(tmp_path / "faults", "task.pace_s=0.03") as run:
+    with start(tmp_path / "faults", "task.pace_s=0.03", NO_SPARE) as run:
         assert run.wait() == 0, run.console
     summary = run.summary()
     assert summary["exact"] is True, summary["inexact_reasons"]
@@ -89,7 +89,9 @@ def test_all_at_once_is_exact_through_every_fault(tmp_path):
     with start(tmp_path / "faults", "task.pace_s=0.03") as again:  # as it has ended early
         assert again.wait() == 0, again.console
     assert (again.digest, again.summary()["steps"]) == (run.digest, ENDS_AT)
-    with start(tmp_path / "short", "--inject", "oom:rank=1,step=12,phase=forward") as short:
+    with start(
+        tmp_path / "short", "--inject", "oom:rank=1,step=12,phase=forward", NO_SPARE
+    ) as short:
         assert short.wait() == 0, short.console
     summary = short.summary()
     assert summary["inexact_reasons"] == ["micro-batches of 3 samples from step 12"]

@@ -7,6 +7,7 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.hashed_names import NAME_SEED
 from tests.scenarios.harness import NO_DRILLS, Run
 from tests.strangers.table import EXACT, REFUSED, REPORTED, Stranger
 
@@ -105,9 +106,8 @@ def run(
 
 
 def _launch(stranger, folder, settings, hash_seed):
-    # The seed is read when an interpreter starts.
-    environment = {"PYTHONHASHSEED": hash_seed} if hash_seed else None
-    return Run(folder, *settings, world=WORLD, task=stranger.spec, environment=environment)
+    variables = {NAME_SEED: hash_seed} if hash_seed else None
+    return Run(folder, *settings, world=WORLD, task=stranger.spec, variables=variables)
 
 
 def _comes_to(launch, step):

@@ -20,7 +20,7 @@ class Stranger:
 
     ``allowed`` is what may become of it; of the words, one at least stands in the reason, or in the line
     that refuses. ``settings`` are its own. ``workers``: how many loader workers it is tried with.
-    ``hash_seeds``: PYTHONHASHSEED of the launch and of that which resumes it. ``is_plain``: one process
+    ``hash_seeds``: by which tests.hashed_names hash in the launch and in that which resumes it. ``is_plain``: one process
     computes what a loop in plain PyTorch does. ``is_twin``: much as another one, or as a task of
     tests/scenarios, so left to the slow tests.
     ``is_drilled``: nothing but a drill sees what it does, so one comes to its end before the first fault.

@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset, random_split
 
 from ddp_runner import Datasets
+from tests.hashed_names import Name
 
 VALUES = torch.randn(60, 6, generator=torch.Generator().manual_seed(77))
 
@@ -60,7 +61,7 @@ class UnseededSplit(Fit):
 
 class FromSet(Fit):
     def build_datasets(self):
-        names = {f"file_{i:02d}" for i in range(48)}
+        names = {Name(f"file_{i:02d}") for i in range(48)}
         return Datasets(train=Rows(int(name[-2:]) for name in names))
 
 

@@ -9,6 +9,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 from ddp_runner import Datasets
+from tests.hashed_names import Name
 
 
 class Toy(torch.utils.data.Dataset):
@@ -278,8 +279,8 @@ class Heads(Base):
     """One head for each name; nobody cares in which order."""
 
     def build_model(self):
-        names = {"price", "speed", "size", "colour"}
-        return nn.ModuleDict({name: nn.Linear(6, 1) for name in names})
+        names = {Name("price"), Name("speed"), Name("size"), Name("colour")}
+        return nn.ModuleDict({str(name): nn.Linear(6, 1) for name in names})
 
     def loss(self, model, batch):
         x, y = batch

@@ -27,7 +27,7 @@ def what_doctor_says(port, checkpoint_dir, *, log_dir="", token_file=""):
 
 def test_a_token_in_the_shared_folder_lets_the_second_machine_in(nodes, one_machine):
     """It comes first and waits; audits in one folder have every sample, also those of the lost."""
-    shared = nodes.folder / "shared"
+    nodes.ranks, shared = 1, nodes.folder / "shared"
     words = (SLOW, "-c", shared / "kept", "-l", shared / "logs")
     second = nodes.start(1, *words, has_token=False)
     poll(lambda: "which the coordinator creates" in second.console, what="its wait")
@@ -35,7 +35,7 @@ def test_a_token_in_the_shared_folder_lets_the_second_machine_in(nodes, one_mach
     first.logs, first.checkpoints = shared / "logs", shared / "kept"
     second.checkpoints = first.checkpoints
     first.wait_for_step(12)
-    pids = first.rank_pid(0), second.rank_pid(2)
+    pids = first.rank_pid(0), second.rank_pid(1)
     assert what_doctor_says(nodes.port, shared / "kept") == {
         "interface": Verdict.WARN,  # no other machine reaches 127.0.0.1
         "endpoint": Verdict.OK,
@@ -49,12 +49,12 @@ def test_a_token_in_the_shared_folder_lets_the_second_machine_in(nodes, one_mach
     wrong = what_doctor_says(nodes.port, shared / "kept", token_file=str(nodes.token))
     assert (wrong["endpoint"], wrong["token"]) == (Verdict.OK, Verdict.FAIL)
     assert what_doctor_says(nodes.port, nodes.folder)["token"] is Verdict.WARN
-    assert (first.rank_pid(0), second.rank_pid(2)) == pids
-    os.kill(second.rank_pid(3), signal.SIGKILL)
+    assert (first.rank_pid(0), second.rank_pid(1)) == pids
+    os.kill(second.rank_pid(1), signal.SIGKILL)
     assert ended(first, second) == (0, 0), first.console + second.console
     assert first.summary()["exact"]
-    assert first.digest == one_machine(4)
-    assert_every_sample_once(first, 4, samples=192)
+    assert first.digest == one_machine(2)
+    assert_every_sample_once(first, 2, samples=192)
     assert "of its own" not in first.console
     assert "of its own" not in second.console
     token = (first.checkpoints / ".token").read_text().strip()
