@@ -35,6 +35,7 @@ from ddp_runner.kernel.group.waits import GroupOfReducer, SumsOfBuckets, Waits
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.faults import Fault, FaultError, FaultKind
 
+_INTERFACES = "GLOO_SOCKET_IFNAME"
 UNUSED_TAG = 2**30  # of a message that nobody sends
 PROOF_TAG = UNUSED_TAG - 1  # of the first message between two ranks
 _never_freed: list[
@@ -229,7 +230,18 @@ class Group:
 def _use_loopback(host: str) -> None:
     """Bind gloo to loopback for a world on one machine, whatever its host name resolves to."""
     if host in ("127.0.0.1", "localhost", "::1"):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault(_INTERFACES, "lo")
+
+
+def _refuse_unknown_interfaces(backend: str) -> None:
+    """Raise BadInputError if the user has named a network interface to gloo that this machine lacks."""
+    asked = os.environ.get(_INTERFACES, "")
+    there = [name for _, name in socket.if_nameindex()]
+    lacking = [name for name in asked.split(",") if name and name not in there]
+    if lacking and "gloo" in backend:
+        raise BadInputError(
+            _INTERFACES, asked, f"{lacking[0]} is no network interface here: {', '.join(there)}"
+        )
 
 
 def _form_default_group(
@@ -286,6 +298,7 @@ def joined(
             yield group
         return
     _use_loopback(link.host)
+    _refuse_unknown_interfaces(backend)
     _end_last(membership.rank)
     is_silent = ends_in_silence(backend)
     communicators: Communicators | None = None
