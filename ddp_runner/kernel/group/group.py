@@ -227,21 +227,19 @@ class Group:
             _refuse_if_tripped(self._switch, "the generation was aborted")
 
 
-def _use_loopback(host: str) -> None:
-    """Bind gloo to loopback for a world on one machine, whatever its host name resolves to."""
+def _choose_interface(host: str, backend: str) -> None:
+    """Bind gloo to loopback for a world on one machine, whatever its host name resolves to.
+
+    Raises BadInputError if the user has named a network interface that this machine lacks.
+    """
     if host in ("127.0.0.1", "localhost", "::1"):
         os.environ.setdefault(_INTERFACES, "lo")
-
-
-def _refuse_unknown_interfaces(backend: str) -> None:
-    """Raise BadInputError if the user has named a network interface to gloo that this machine lacks."""
     asked = os.environ.get(_INTERFACES, "")
     there = [name for _, name in socket.if_nameindex()]
     lacking = [name for name in asked.split(",") if name and name not in there]
     if lacking and "gloo" in backend:
-        raise BadInputError(
-            _INTERFACES, asked, f"{lacking[0]} is no network interface here: {', '.join(there)}"
-        )
+        expected = f"{lacking[0]} is no network interface here: {', '.join(there)}"
+        raise BadInputError(_INTERFACES, asked, expected)
 
 
 def _form_default_group(
@@ -297,8 +295,7 @@ def joined(
         with _used(membership, device=device, timeout_s=link.timeout_s, switch=switch) as group:
             yield group
         return
-    _use_loopback(link.host)
-    _refuse_unknown_interfaces(backend)
+    _choose_interface(link.host, backend)
     _end_last(membership.rank)
     is_silent = ends_in_silence(backend)
     communicators: Communicators | None = None
