@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (default: this process's); the exit code."""
     if argv is None:  # as `ddp-runner` or `python -m ddp_runner`, not by start.py
+        start.forget_inspection()
         start.leave_script_folder()
         start.open_standard_streams()
         start.answer_signals_of_a_run()

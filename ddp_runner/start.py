@@ -131,6 +131,12 @@ def open_standard_streams() -> None:
             setattr(sys, name, os.fdopen(number, mode, encoding="utf-8", closefd=False))
 
 
+def forget_inspection() -> None:
+    """Begin this process again without PYTHONINSPECT, with which Python ends in a traceback and with exit code 1."""
+    if os.environ.pop("PYTHONINSPECT", ""):
+        os.execv(sys.executable, sys.orig_argv)  # noqa: S606 - ourselves
+
+
 def read_names_as_utf8() -> None:
     """Begin this process again in UTF-8 mode, where the locale has no names of files but ASCII or Latin-1.
 
@@ -180,6 +186,7 @@ def interrupts_raise() -> None:
 
 
 def _main() -> int:
+    forget_inspection()
     open_standard_streams()
     answer_signals_of_a_run()
     _answer_interrupts()

@@ -19,7 +19,10 @@ def _run(arguments: Arguments) -> int:
     if not arguments.words:
         raise BadInputError("kill", "", "needs the number of a rank, as in: kill 1")
     (asked,) = arguments.words
-    folder = log_dir_of(arguments)
+    try:
+        folder = log_dir_of(arguments)
+    except BadInputError as error:
+        raise BadInputError("kill", asked, f"no run is training there: {error}") from error
     history = RunHistory(folder)
     history.read_status()
     state = history.state

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from ddp_runner.cli.command import TrainCommand
-from ddp_runner.cli.hardware.machine import allow_open_files, core_count
+from ddp_runner.cli.hardware.machine import allow_files, core_count
 from ddp_runner.cli.parser import INSTEAD, TrainArguments, parse_train
 from ddp_runner.cli.several import OnEach, several_machines
 from ddp_runner.config import (
@@ -62,7 +62,7 @@ def _on_machines(arguments: TrainArguments, words: Sequence[str], ahead: ZygoteA
         refuse_without_supervisor(plan.settings, world_size=rank.world_size)
         refuse_of_processes(plan.settings, world_size=rank.world_size)
         return int(_rank_module(rank).main(plan, rank, cores=core_count()))
-    allow_open_files(plan.world_size)
+    allow_files(plan.world_size)
     if plan.nodes is not None:
         token_file = dict(arguments.nodes).get("--token-file", "")
         return several_machines().run(plan, token_file=token_file)

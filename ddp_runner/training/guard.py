@@ -23,7 +23,12 @@ from ddp_runner.data.loader import MicroBatch
 from ddp_runner.kernel.group.group import Group
 from ddp_runner.kernel.group.transfer import receive_state, send_state
 from ddp_runner.kernel.group.waits import waiting_for_peers
-from ddp_runner.kernel.rules.divergence import Comparison, compare_replicas, first_difference
+from ddp_runner.kernel.rules.divergence import (
+    Comparison,
+    compare_replicas,
+    first_difference,
+    unlike_option,
+)
 from ddp_runner.kernel.rules.election import EMPTY_STEP
 from ddp_runner.kernel.rules.faults import Fault, FaultError, FaultKind, rank_list
 from ddp_runner.kernel.rules.phases import Phase
@@ -34,6 +39,7 @@ from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.kernel.wire.events import FaultTolerated, RepairedInPlace, TuningChanged
 from ddp_runner.training.components.loss_monitor import Verdict
 from ddp_runner.training.components.tensor_hash import combined, state_hashes
+from ddp_runner.training.exactness.own_update import options_of
 from ddp_runner.training.exactness.state_hashes import StateHashing
 from ddp_runner.training.loading.batch_copy import tensors_of
 from ddp_runner.training.state import TrainState
@@ -287,10 +293,12 @@ class NumericsGuard:
         if not comparison.odd:
             return comparison
         # Rare, and worth a longer message: which tensor.
-        everybody = self._exchange(f"tensors/{step}", json.dumps(list(hashes.values())))
+        details = json.dumps([list(hashes.values()), dict(options_of(self._state))])
+        everybody = [json.loads(one) for one in self._exchange(f"tensors/{step}", details)]
+        option = unlike_option([options for _, options in everybody])
         if not comparison.has_majority:
             self._durable.judge(Trust.WRONG)
-            self._settle_without_majority(step)
+            self._settle_without_majority(step, option)
             return comparison
         # What was evaluated at this boundary was not of one model: it is done again.
         self._state.boundary_done_step = min(self._state.boundary_done_step, step - 1)
@@ -305,7 +313,8 @@ class NumericsGuard:
             return comparison
         self._group.note(f"odd/{step}")
         usual = next(r for r in range(len(found)) if r not in comparison.odd)
-        where = first_difference(list(hashes.values()), json.loads(everybody[usual]), list(hashes))
+        where = first_difference(list(hashes.values()), everybody[usual][0], list(hashes))
+        where += f"; {option}" * bool(option)
         raise FaultError(
             Fault(
                 kind=FaultKind.REPLICA_DIVERGED,
@@ -338,7 +347,8 @@ class NumericsGuard:
             )
         return True
 
-    def _settle_without_majority(self, step: int) -> None:
+    def _settle_without_majority(self, step: int, option: str) -> None:
+        """Roll back, or have all processes replaced. Raises FaultError if neither helps. ``option``: one that differs."""
         since = set(self._exchange(f"trained since/{step}", str(self._state.trained_since)))
         is_injected = flips_bits(
             self._settings.run.inject, world_size=self._runtime.rank_info.world_size
@@ -346,6 +356,8 @@ class NumericsGuard:
         # Ranks that have trained equally long have any hidden state alike: then it is a bit that has flipped.
         if len(since) > 1 and not is_injected:
             self._replace_all(step)
+        if option:  # it comes from the program, which would give it again
+            raise self._undecided(step, f"and {option}")
         checkpoint_step = self._step_to_go_back_to()
         if checkpoint_step != self._step_rolled_back_to:
             self._rollbacks_there = 0

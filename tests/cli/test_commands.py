@@ -236,6 +236,24 @@ def test_neither_the_command_nor_the_package_imports_torch(tmp_path):
     assert done.returncode == 0
 
 
+@pytest.mark.parametrize(
+    "program", [[sys.executable, "-m", "ddp_runner"], ["./launch_training.sh"]]
+)
+def test_an_inspecting_python_ends_with_the_commands_exit_code(program):
+    """It would show the exit code as a traceback, and end with 1."""
+    found = subprocess.run(
+        [*program, "--version"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONINSPECT": "1"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (found.returncode, found.stderr) == (0, "")
+    assert found.stdout.startswith("ddp_runner ")
+
+
 def test_names_of_files_are_utf8_in_every_locale(tmp_path):
     """A task beside no ASCII trains, is listed and is named where the locale has ASCII only."""
     locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}

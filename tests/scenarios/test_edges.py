@@ -45,18 +45,24 @@ def test_too_few_open_files_are_one_line(tmp_path):
     assert not run.logs.exists()
 
 
-def test_files_too_small_for_a_checkpoint_are_one_line(tmp_path):
+@pytest.mark.parametrize(
+    ("blocks", "says"),
+    [
+        (1, "512 bytes; a run needs 65,536"),
+        (200, "102,400 bytes; a checkpoint takes more than "),
+    ],
+    ids=["for any run", "for a checkpoint"],
+)
+def test_files_too_small_are_one_line(tmp_path, blocks, says):
     """No later try could write one, so nothing is trained."""
-    command = in_shell("ulimit -f 8;")
+    command = in_shell(f"ulimit -f {blocks};")
     forks = {**CHECKOUT, **ready.environment()}
     forks["PYTHONDONTWRITEBYTECODE"] = "1"  # Python would leave half a file
-    wide = (*SHORT, "task.width=512")
+    wide = (*SHORT, "task.width=16384")
     with Run(tmp_path, *wide, command=command, environment=forks) as run:
         assert run.wait() == 2, run.console
-    assert (
-        "ddp_runner: error: ulimit -f: allows files of 4,096 bytes; a checkpoint takes more than "
-        in run.console
-    )
+    assert f"ddp_runner: error: ulimit -f: allows files of {says}" in run.console
+    assert "Traceback" not in run.console
 
 
 def test_an_import_that_ends_its_process_is_named_with_its_code(tmp_path):

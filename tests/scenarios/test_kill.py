@@ -49,3 +49,9 @@ def test_a_process_that_is_no_rank_of_the_run_is_never_killed(tmp_path):
     assert "is not training on this machine" in refused("1", "-l", str(tmp_path))
     assert "kill: needs the number of a rank" in refused()
     assert "no such folder" in refused("1", "-l", str(tmp_path / "gone"))
+
+
+def test_without_a_run_no_rank_is_asked_for(tmp_path, monkeypatch):
+    """Whatever the rank is called: there is none to choose from."""
+    monkeypatch.chdir(tmp_path)
+    assert refused("x").startswith("kill=x: no run is training there: --log-dir=logs: holds no run")

@@ -207,6 +207,8 @@ def _gpu(index):
 class Simulation:
     """One run: ``run_until``, harm, ``run_to_end``."""
 
+    notes = ()  # of what ranks build: in the first stage the first one, and so on
+
     def __init__(
         self,
         *,
@@ -602,6 +604,7 @@ class Simulation:
             train_samples=80,
             parameters=7,
             device="cpu",
+            notes=self.notes[: process.stage + 1],
             ends_in_silence=self.silent,
         )
 

@@ -7,6 +7,7 @@ import pytest
 from ddp_runner.kernel.rules.exits import RunStatus, StopReason
 from ddp_runner.kernel.rules.faults import FaultKind
 from ddp_runner.kernel.rules.lifecycle import RankState
+from ddp_runner.kernel.wire.events import StageBegins
 from tests.supervisor.judging import assert_done, assert_generations_grow, lost, plans
 
 ENDS = (20, 30, 50)
@@ -28,6 +29,18 @@ def test_each_stage_has_new_ranks_and_the_run_one_journal(simulate):
     ranks = [process for process in run.processes.values() if process.rank >= 0]
     assert [process.stage for process in ranks] == [0] * 3 + [1] * 3 + [2] * 3
     assert all(process.seen == [process.first_generation] for process in ranks)
+
+
+def test_a_note_that_an_earlier_stage_has_shown_is_not_repeated(simulate, monkeypatch):
+    """Such as the number of loader workers, where it has not changed."""
+    run, recorded = simulate(stage_ends=ENDS), []
+    run.notes = ("8 loader workers per rank", "9 loader workers per rank")
+    recorder = run.supervisor.recorder
+    record = recorder.record
+    monkeypatch.setattr(recorder, "record", lambda one: [recorded.append(one), record(one)])
+    assert_done(run)
+    stages = [one for one in recorded if isinstance(one, StageBegins)]
+    assert [one.lines for one in stages] == [(), ("9 loader workers per rank",), ()]
 
 
 def test_without_stages_nothing_of_them_is_recorded(simulate):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import re
 import shutil
 import threading
 import time
@@ -599,6 +600,40 @@ def test_of_ranks_that_differ_only_what_the_majority_has_is_saved():
     assert odd[:2] == (FaultKind.REPLICA_DIVERGED, [Trust.UNKNOWN])
     for outcome, said, _, _, done_step in (usual, other):
         assert (outcome, said, done_step) == (FaultKind.COLLECTIVE_FAILED, [Trust.SOUND], 6)
+
+
+def _unlike_rates(me, port, odd):
+    """The state, and the learning rate, of the odd ranks is another one."""
+    state = build_state()
+    if me.rank in odd:
+        with torch.no_grad():
+            state.model[3].bias[0] += 1.0
+        state.optimizer.param_groups[0]["lr"] = 0.125
+    state.committed_step = 7
+    info = SimpleNamespace(rank=me.rank, world_size=2)
+    with join(me, port) as group:
+        guard = NumericsGuard(
+            group,
+            settings=from_flat({"replica_check_steps": 5}),
+            state=state,
+            durable=Verdicts(wait=lambda: None),
+            runtime=SimpleNamespace(slot=make_slot(), rank_info=info),
+        )
+        try:
+            outcome = guard.compare_replicas()
+        except FaultError as error:
+            outcome = error.fault.cause
+        group.exchange("end", "")
+    return outcome
+
+
+@pytest.mark.parametrize(("odd", "world_size"), [((1,), 2), ((2,), 3)], ids=["two", "three"])
+def test_a_learning_rate_that_differs_by_rank_is_named(odd, world_size):
+    """Going back would not help: the program gives it again."""
+    with hosted_store() as port:
+        cause = run_ranks(_unlike_rates, world_size, port, odd)[odd[0]]
+    named = rf"(;|and) lr of the optimizer's group 0 is .* 0.125 on rank {odd[0]}: set it "
+    assert re.search(named, cause)
 
 
 class _Reading:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,9 +31,11 @@ STEP = 20
 class Disk:
     """Refuses the first ``count`` saves in the folder of checkpoints, and ``elsewhere`` or not."""
 
-    def __init__(self, folder, *, count, elsewhere=False, kind=FaultKind.STORAGE_FAILED):
+    def __init__(
+        self, folder, *, count, elsewhere=False, kind=FaultKind.STORAGE_FAILED, why="no room"
+    ):
         self._home = folder / "checkpoints"
-        self._count, self._elsewhere, self._kind = count, elsewhere, kind
+        self._count, self._elsewhere, self._kind, self._why = count, elsewhere, kind, why
         self.tries = 0
 
     def save(self, store):
@@ -39,7 +43,7 @@ class Disk:
         self.tries += is_home
         if self.tries <= self._count if is_home else self._elsewhere:
             store.directory.mkdir(exist_ok=True)
-            cause = f"{store.directory}: no room"
+            cause = f"{store.directory}: {self._why}"
             raise FaultError(Fault(kind=self._kind, rank=-1, step=STEP, cause=cause))
         return store.save(state_of(STEP), facts_of(STEP))
 
@@ -97,6 +101,13 @@ def test_where_no_place_takes_it_both_reasons_are_reported(make, tmp_path):
     assert home.exists()
     assert not elsewhere.exists()
     assert make.runtime.slot.get(Cell.CHECKPOINT_NS) >= 0.05e9
+
+
+def test_a_file_that_is_too_large_is_not_tried_again(make, tmp_path):
+    """Nothing that people free makes room for it: it is saved elsewhere at once."""
+    disk = Disk(tmp_path, count=10**9, why=os.strerror(errno.EFBIG))
+    saved, _ = make(disk)
+    assert (disk.tries, step_in(saved.path)) == (1, STEP)
 
 
 @pytest.mark.parametrize(

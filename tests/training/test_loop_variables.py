@@ -618,6 +618,34 @@ def test_a_wrapper_of_a_kept_optimizer_is_no_variable():
     assert not _is_kept(_Lookahead(optimizer), {id(optimizer)})
 
 
+SLOW = """\
+class Held:
+    def __init__(self, holder=None):
+        self.slow, self.holder = w.detach().clone(), holder or self
+    def state_dict(self): return {"slow": self.holder.slow}
+    def load_state_dict(self, state): self.holder.slow.copy_(state["slow"])
+class Around:
+    def __init__(self): self.held, self.slow = Held(), w.detach().clone()
+    def step(self):
+        slow = self.SLOW
+        with torch.no_grad(): slow.add_(w, alpha=0.5); w.copy_(slow)
+look = Around()
+run.keep(KEPT)
+""" + (HEAD + "net(batch).sum().backward()\n        look.step()")
+
+
+@pytest.mark.parametrize(
+    ("slow", "kept", "names"),
+    [
+        ("held.slow", "w=w, slow=look.held", []),
+        ("slow", "w=w, slow=Held(look)", ["look.slow"]),  # it may lack a part
+    ],
+)
+def test_a_wrapper_s_weights_are_kept_in_an_object_that_it_holds(tmp_path, slow, kept, names):
+    """As the refusal of a lookahead says it."""
+    assert names_found(tmp_path, SLOW.replace("SLOW", slow).replace("KEPT", kept)) == names
+
+
 # --- objects of a loop that nobody has written ---
 
 

@@ -107,6 +107,44 @@ def _forward_after_update(run):
     one_step(run, net, optimizer, body)
 
 
+def _gan(body, *, finds_unused=True):
+    """A block of a GAN, both of whose parts are in one net: ``body`` updates first the one, then the other."""
+
+    def misused(run):
+        both = nn.ModuleDict({"g": nn.Linear(2, 2), "d": nn.Linear(2, 1)})
+        both.forward = lambda name, x: both[name](x)
+        one, other = (torch.optim.SGD(both[name].parameters(), lr=0.1) for name in "dg")
+        net = run.ddp(both, find_unused_parameters=finds_unused)
+        run.keep(both=both, one=one, other=other)
+        one_step(run, net, one, lambda x, _: body(net, x, one, other))
+
+    return misused
+
+
+def _losses_first(net, x, one, other):
+    fake = net("g", x)
+    d_loss, g_loss = net("d", fake.detach()).mean(), -net("d", fake).mean()
+    d_loss.backward()
+    one.step()
+    g_loss.backward()
+    other.step()
+
+
+def _one_after_the_other(net, x, one, other):
+    net("d", net("g", x).detach()).mean().backward()
+    one.step()
+    net("d", net("g", x)).mean().backward()
+    other.step()
+
+
+def _late_backward(net, x, one, other):
+    loss = net("d", x).mean()
+    loss.backward(retain_graph=True)
+    one.step()
+    loss.backward()
+    other.step()
+
+
 def _no_update(run):
     model, optimizer = parts()
     net = run.ddp(model)
@@ -303,6 +341,16 @@ def _short_batches(run):
     [
         (_closure, "computes the loss again"),
         (_forward_after_update, "the net is called after optimizer.step()"),
+        (
+            _gan(_losses_first),
+            "no gradient came for g.weight, g.bias before optimizer.step(): a block holds one update",
+        ),
+        (
+            _gan(_losses_first, finds_unused=False),
+            "run.ddp(..., find_unused_parameters=True) permits that",
+        ),
+        (_gan(_one_after_the_other), "within one step: a block holds one update"),
+        (_gan(_late_backward), "backward() comes after optimizer.step() within one step: a block"),
         (_no_update, "the block ended without optimizer.step(), and with gradients"),
         (_unkept_optimizer, "SGD.step() of an optimizer that is not kept"),
         (_collective_after_update, "a collective after optimizer.step() within one step"),
@@ -344,6 +392,26 @@ def test_misuse_is_one_line_with_the_line_of_the_file(run, misused, says):
     assert says in text
     assert "\n" not in text
     assert text.startswith(("test_own_loop.py:", "keep(", "run.")), text
+
+
+def test_a_gan_trains_with_a_block_of_each_update(run):
+    """As the messages about two updates in one block say it."""
+    both = nn.ModuleDict({"g": nn.Linear(2, 2), "d": nn.Linear(2, 1)})
+    both.forward = lambda name, x: both[name](x)
+    optimizers = {name: torch.optim.SGD(both[name].parameters(), lr=0.1) for name in "dg"}
+    net = run.ddp(both, find_unused_parameters=True)
+    run.keep(both=both, **optimizers)
+    changed = []
+    for x, _ in run.steps(DATA, max_steps=3):
+        before, name = copy.deepcopy(both.state_dict()), "dg"[run.step_number % 2]
+        with run.step():
+            fake = net("g", x)
+            loss = net("d", fake.detach()).mean() if name == "d" else -net("d", fake).mean()
+            loss.backward()
+            optimizers[name].step()
+            both.zero_grad()
+        changed.append({k[0] for k, one in both.state_dict().items() if not one.equal(before[k])})
+    assert changed[-3:] == [{"d"}, {"g"}, {"d"}]
 
 
 def test_what_does_not_take_back_its_state_is_refused(run):

@@ -13,6 +13,7 @@ from ddp_runner.observe.format import counted
 AUTO_CPU_RANKS = 2  # on a machine without GPUs
 _PER_GPU_RANK_MAX = 8  # threads
 _CGROUP = Path("/sys/fs/cgroup")
+_FILE_BYTES = 1 << 16  # for logs, the smallest checkpoint, and memory that has no name
 _OPEN_FILES_BASE, _OPEN_FILES_PER_RANK = 64, 16  # of the process that has most: supervisor or rank
 
 
@@ -48,8 +49,13 @@ def share_of_cores(cores: int, *, ranks: int, on_cpu: bool, own: str = "") -> in
     return share if on_cpu else min(share, _PER_GPU_RANK_MAX)
 
 
-def allow_open_files(world_size: int) -> None:
-    """Raise this process's limit to what a run needs. Raises BadInputError where that is forbidden."""
+def allow_files(world_size: int) -> None:
+    """Raise this process's limit of open files to what a run needs. Raises BadInputError where limits forbid a run."""
+    size, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if size != resource.RLIM_INFINITY and size < _FILE_BYTES:
+        raise BadInputError(
+            "ulimit -f", "", f"allows files of {size:,} bytes; a run needs {_FILE_BYTES:,}"
+        )
     needed = _OPEN_FILES_BASE + _OPEN_FILES_PER_RANK * world_size
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= needed:

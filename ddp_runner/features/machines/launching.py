@@ -435,13 +435,18 @@ def _refuse_unless_taken(options: NodeOptions, error: OSError) -> None:
 
     Raises BadInputError where this one is to be it.
     """
-    is_certain = bool(options.is_host) or options.node_rank == 0
-    if error.errno != errno.EADDRINUSE or is_certain:
-        raise BadInputError(
-            "--rdzv-endpoint",
-            f"{options.host}:{options.port}",
-            f"cannot be listened on: {error.strerror}",
-        ) from error
+    certain_by = "is_host=1" if options.is_host else "--node-rank 0" * (options.node_rank == 0)
+    is_taken = error.errno == errno.EADDRINUSE
+    if is_taken and not certain_by:
+        return
+    why = error.strerror
+    if is_taken:
+        why = (
+            "another process of this machine has the port, perhaps the coordinator of a run; end it,"
+            f" give another port, or leave out {certain_by} to join its run"
+        )
+    expected = f"cannot be listened on: {why}"
+    raise BadInputError("--rdzv-endpoint", f"{options.host}:{options.port}", expected) from error
 
 
 def _means_loopback(host: str) -> bool:

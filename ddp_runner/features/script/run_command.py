@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddp_runner.cli.command import TrainCommand, option_lines
-from ddp_runner.cli.hardware.machine import allow_open_files
+from ddp_runner.cli.hardware.machine import allow_files
 from ddp_runner.cli.parser import LONG_OF_SHORT, OPTIONS, is_config_name, parse_train
 from ddp_runner.cli.several import OnEach, several_machines
 from ddp_runner.config.foreign_values import is_fact, is_foreign_switch
@@ -185,7 +185,7 @@ def _supervise(
 ) -> int:
     """``script``: None where it is a loop that attaches, and its run a training."""
     plan = replace(plan, command=(*plan.command[:3], "run", *masked_words(words)))
-    allow_open_files(plan.world_size)
+    allow_files(plan.world_size)
     from ddp_runner.features.script import parent  # noqa: PLC0415 - as above
 
     return parent.supervise(plan, script, token_file=token_file)

@@ -35,6 +35,7 @@ from ddp_runner.kernel.group.waits import GroupOfReducer, SumsOfBuckets, Waits
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.faults import Fault, FaultError, FaultKind
 
+_INTERFACES = "GLOO_SOCKET_IFNAME"
 UNUSED_TAG = 2**30  # of a message that nobody sends
 PROOF_TAG = UNUSED_TAG - 1  # of the first message between two ranks
 _never_freed: list[
@@ -226,10 +227,19 @@ class Group:
             _refuse_if_tripped(self._switch, "the generation was aborted")
 
 
-def _use_loopback(host: str) -> None:
-    """Bind gloo to loopback for a world on one machine, whatever its host name resolves to."""
+def _choose_interface(host: str, backend: str) -> None:
+    """Bind gloo to loopback for a world on one machine, whatever its host name resolves to.
+
+    Raises BadInputError if the user has named a network interface that this machine lacks.
+    """
     if host in ("127.0.0.1", "localhost", "::1"):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault(_INTERFACES, "lo")
+    asked = os.environ.get(_INTERFACES, "")
+    there = [name for _, name in socket.if_nameindex()]
+    lacking = [name for name in asked.split(",") if name and name not in there]
+    if lacking and "gloo" in backend:
+        expected = f"{lacking[0]} is no network interface here: {', '.join(there)}"
+        raise BadInputError(_INTERFACES, asked, expected)
 
 
 def _form_default_group(
@@ -285,7 +295,7 @@ def joined(
         with _used(membership, device=device, timeout_s=link.timeout_s, switch=switch) as group:
             yield group
         return
-    _use_loopback(link.host)
+    _choose_interface(link.host, backend)
     _end_last(membership.rank)
     is_silent = ends_in_silence(backend)
     communicators: Communicators | None = None

@@ -82,6 +82,14 @@ class ReplicaSettings(Protocol):
         ...
 
 
+class UnreducedError(RuntimeError):
+    """A backward has left gradients of a rank unreduced; ``names``: of their parameters, as far as they are known."""
+
+    def __init__(self, what: str, names: Sequence[str] = ()) -> None:
+        super().__init__(f"Expected to have finished reduction: {what}")
+        self.names = tuple(names)
+
+
 class Replica:
     """A model wrapped for one generation. Every rank of the group must build it."""
 
@@ -270,7 +278,7 @@ class Replica:
             parameter.grad = None
 
     def check_reduced(self) -> None:
-        """Raise RuntimeError if this rank's backward left a gradient unreduced.
+        """Raise UnreducedError if this rank's backward left a gradient unreduced.
 
         DDP itself would say so only at the next forward, after every rank has stepped with its own
         unsynchronised gradient (torch: PR #100773 for the check).
@@ -279,14 +287,11 @@ class Replica:
             try:
                 self._check_finalized()
             except RuntimeError as error:
-                names = ", ".join(self._named_in(str(error)) or self.unused_parameters())
-                raise RuntimeError(
-                    f"Expected to have finished reduction: no gradient came for {names or 'some parameter'}"
-                ) from error
+                names = self._named_in(str(error)) or self.unused_parameters()
+                shown = f"no gradient came for {', '.join(names) or 'some parameter'}"
+                raise UnreducedError(shown, names) from error
         if self._signal.grad is None:
-            raise RuntimeError(
-                "Expected to have finished reduction: no gradient was reduced at all"
-            )
+            raise UnreducedError("no gradient was reduced at all")
 
     def _named_in(self, error: str) -> list[str]:
         """The parameters that DDP counts as without a gradient; it knows of the last micro-batch."""

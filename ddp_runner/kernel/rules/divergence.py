@@ -65,3 +65,17 @@ def first_difference(mine: Sequence[str], usual: Sequence[str], names: Sequence[
     """The name of the first tensor whose hash differs; the lists are in one order."""
     pairs = zip(mine, usual, names, strict=False)
     return next((name for own, other, name in pairs if own != other), "nothing that is hashed")
+
+
+def unlike_option(found: Sequence[Mapping[str, str]]) -> str:
+    """Describe the first option of an optimizer that is not the same for all ranks; "" if there is none.
+
+    ``found``: of each rank, the values by name.
+    """
+    for name, first in found[0].items():
+        rank = next((rank for rank, one in enumerate(found) if one.get(name) != first), None)
+        if rank is not None:
+            other = found[rank].get(name)
+            values = f"{name} is {first} on rank 0 and {other} on rank {rank}"
+            return f"{values}: set it from values that all ranks share, such as a mean over ranks"
+    return ""

@@ -49,6 +49,7 @@ class StageChange(Observer):
         # The ranks of a stage have been asked for, and not yet formed: who has finished has another one.
         self.is_changing = False
         self._said = False  # what they have built
+        self._notes: set[str] = set()  # that were shown, in any stage
         self._led_back = 0  # so often in a row
         self._led_from = 0  # the stage that was left then
 
@@ -130,6 +131,8 @@ class StageChange(Observer):
             return
         self._said = True
         is_begin = self._recorder.facts.generation == 0  # whose lines stand at the begin of the run
+        new = [note for note in first.notes if note not in self._notes]
+        self._notes.update(new)
         self._recorder.record(
             events.StageBegins(
                 stage=stage.name,
@@ -138,7 +141,7 @@ class StageChange(Observer):
                 first_step=stage.first_step,
                 step=first.committed_step,
                 total_steps=first.total_steps,
-                lines=() if is_begin else (*first.block, *first.notes),
+                lines=() if is_begin else (*first.block, *new),
             )
         )
 

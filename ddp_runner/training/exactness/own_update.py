@@ -78,19 +78,20 @@ def bytes_of_sums(state: TrainState) -> int:
 
 def hashes_after(state: TrainState) -> dict[str, str]:
     """Return hashes of the result of an update by name, the options of the optimizer's groups first."""
-    return dict(_options(state)) | state_hashes(state.replicated())
+    return dict(options_of(state)) | state_hashes(state.replicated())
 
 
 def hashes_given(state: TrainState) -> dict[str, str]:
     """Return hashes of what an optimizer is given by name: the options first, then the gradients."""
-    return dict(_options(state)) | {
+    return dict(options_of(state)) | {
         f"the gradient of {name}": tensor_hash(parameter.grad.resolve_conj().resolve_neg())
         for name, parameter in state.named_parameters()
         if parameter.grad is not None and parameter.grad.layout is torch.strided
     }
 
 
-def _options(state: TrainState) -> Iterator[tuple[str, str]]:
+def options_of(state: TrainState) -> Iterator[tuple[str, str]]:
+    """Yield the options of the optimizer's groups by name, as text; of a tensor its hash."""
     for number, group in enumerate(state.optimizer.param_groups):
         for key, value in group.items():
             name = f"{key} of the optimizer's group {number}"

@@ -30,6 +30,11 @@ from ddp_runner.training.workload import empty_quarantine
 from ddp_runner.values.object_graph import attributes_of, own_classes
 
 _NUMBERS = (bool, int, float)
+# An adapter that reads another object's state is no such object: nothing shows that it reads all of it.
+_OF_WRAPPER = (
+    "keep the optimizer that it wraps; let its own weights and counts be in an object with state_dict() and"
+    " load_state_dict() that it holds, and keep that, too"
+)
 
 
 class KeptObjects:
@@ -50,13 +55,13 @@ class KeptObjects:
             if not value.state_dict().keys() >= {"state", "param_groups"}:
                 expected = (
                     f"is a {type(value).__name__} whose state_dict() is not that of an optimizer (state, param_groups):"
-                    " keep the optimizer that it wraps, and the rest as another object with state_dict()"
+                    f" {_OF_WRAPPER}"
                 )
                 raise BadInputError(f"keep({name}=...)", "", expected)
             self.optimizers[name] = value
         elif hasattr(value, "param_groups") and callable(getattr(value, "step", None)):
             kind = type(value).__name__
-            expected = f"is of type {kind}, which is not a torch.optim.Optimizer: keep the one that it wraps"
+            expected = f"is of type {kind}, which is not a torch.optim.Optimizer: {_OF_WRAPPER}"
             raise BadInputError(f"keep({name}=...)", "", expected)
         else:
             _refuse_without_state(name, value)

@@ -21,6 +21,7 @@ from ddp_runner.core.step_schedule import due_by_settings
 from ddp_runner.kernel.group.group import Group, collectives_begun
 from ddp_runner.kernel.group.waits import waiting_for_peers
 from ddp_runner.kernel.replica.loss_module import Signal
+from ddp_runner.kernel.replica.replica import UnreducedError
 from ddp_runner.kernel.rules.election import EMPTY_STEP
 from ddp_runner.kernel.rules.exits import StopReason
 from ddp_runner.kernel.rules.faults import Fault, FaultError, FaultKind
@@ -52,6 +53,10 @@ from ddp_runner.training.saves.save_room import ROOM_SHARE_MAX
 from ddp_runner.training.step import agreed_votes, as_signals
 from ddp_runner.values.generators import seed_step
 
+_ONE_UPDATE = (
+    "a block holds one update, after its last backward(); put each update into its own block,"
+    " as in: if run.step_number % 2 == 0"
+)
 _COUNTED_TO = 4096  # steps, modulo which ranks show each other where they are: exact in float32
 BETWEEN = -1  # in the place of a micro-step, for functions that are called between steps
 
@@ -200,9 +205,7 @@ class LoopSteps:
         if not self.in_body:
             raise misuse("the net is called with gradients outside of a step: with run.step(): ...")
         if self._agreed is not None:
-            raise misuse(
-                "the net is called after optimizer.step() within one step: compute all losses before the first update"
-            )
+            raise misuse(f"the net is called after optimizer.step() within one step: {_ONE_UPDATE}")
         self._follow_flags()
         self._sync_norms(with_peers=True)
         outputs = self._replica(*args, **named)
@@ -265,6 +268,7 @@ class LoopSteps:
         try:
             _refuse_closure((*args, *named.values()))
             self._watched.optimizer_is_called()
+            self._refuse_early_update()
             self._agreed = self._get_ready()
         except Exception as error:
             self._failure = error
@@ -386,7 +390,12 @@ class LoopSteps:
         net.use(self)
 
     def _own_signals(self) -> Tensor:
-        """Return the signals that are summed with this step's gradients: each once, for any number of backwards."""
+        """Return the signals that are summed with this step's gradients: each once, for any number of backwards.
+
+        Raises BadInputError in a backward after the update, which nothing would sum.
+        """
+        if self._agreed is not None:
+            raise misuse(f"backward() comes after optimizer.step() within one step: {_ONE_UPDATE}")
         loop, loss = self._loop, self._loop.noted.get(LOSS)
         if loss is None and not self._has_carried:
             loss = loop.late_loss
@@ -409,6 +418,23 @@ class LoopSteps:
             self._has_carried_loss = LOSS in loop.noted
             carried[Signal.LOSS] = loss.mean().float() if isinstance(loss, Tensor) else loss
         return carried
+
+    def _refuse_early_update(self) -> None:
+        """Raise BadInputError if gradients of this block are still to come: nothing would sum them in this step."""
+        finds_unused = self._state.tuning.find_unused_parameters
+        if self._runtime.is_watched and not finds_unused:
+            return  # the block may leave these parameters out, which is repaired
+        try:
+            self._replica.check_reduced()
+        except UnreducedError as error:
+            if not error.names:
+                raise
+            unused = (
+                "" if finds_unused else "run.ddp(..., find_unused_parameters=True) permits that; "
+            )
+            raise misuse(
+                f"no gradient came for {', '.join(error.names)} before optimizer.step(): {unused}{_ONE_UPDATE}"
+            ) from error
 
     def _get_ready(self) -> Agreed | None:
         """Agree with the other ranks before the update; None if there must be no update."""

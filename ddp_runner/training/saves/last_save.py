@@ -6,7 +6,9 @@ No later save makes up for the last one, and people need time to free a disk tha
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
+import os
 import resource
 import time
 from collections.abc import Callable
@@ -35,6 +37,8 @@ BEFORE_END = (
 FIRST_PAUSES_S = (0.2, 1.0, 2.0)  # what may be a passing error
 PAUSE_S = 5.0
 WARN_EVERY_S = 60.0
+# By a limit of the process or of the file system: no person frees what it lacks.
+_TOO_LARGE = os.strerror(errno.EFBIG)
 
 Save = Callable[[CheckpointStore], Saved]
 
@@ -86,7 +90,8 @@ class LastSave:
                 now_s = time.monotonic()
                 left_s = began_s + limit_s - now_s
                 is_hurried = may_hurry and self._runtime.stop_asked() is not None
-                if not self._is_of_disk(error) or left_s <= 0 or is_hurried:
+                is_in_vain = _TOO_LARGE in error.fault.cause
+                if not self._is_of_disk(error) or left_s <= 0 or is_hurried or is_in_vain:
                     raise
                 if now_s >= warn_at_s:
                     warn_at_s = now_s + WARN_EVERY_S

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import time
 
@@ -200,3 +201,18 @@ def _leave_by_an_error(me, backend):
 def test_a_group_of_nccl_is_aborted_where_one_of_gloo_is_destroyed(backend, destroyed):
     """Destroying what a fault has broken may hang there; the next group forms either way."""
     assert run_ranks(_leave_by_an_error, 1, backend) == [(destroyed, not destroyed, 1)]
+
+
+def _join_by(me, interfaces, backend):
+    os.environ["GLOO_SOCKET_IFNAME"] = interfaces
+    with join(me, 0, backend=backend):
+        return "joined"
+
+
+def test_a_network_interface_that_is_not_there_is_named():
+    """With those that are; gloo's own error names a line of its source. Control: one that is there."""
+    assert run_ranks(_join_by, 1, "lo", "gloo") == ["joined"]
+    with pytest.raises(AssertionError) as caught:
+        run_ranks(_join_by, 1, "lo,nope0", "gloo")
+    said = "BadInputError: GLOO_SOCKET_IFNAME=lo,nope0: nope0 is no network interface here: lo"
+    assert said in str(caught.value)

@@ -9,6 +9,7 @@ from ddp_runner.kernel.rules.divergence import (
     compare_replicas,
     disagreement,
     first_difference,
+    unlike_option,
 )
 
 
@@ -48,3 +49,11 @@ def test_the_first_tensor_that_differs_is_named():
 def test_ranks_that_are_in_different_collectives_are_named(begun, words):
     """By how many each has begun; who could not be asked is left out."""
     assert disagreement(begun) == words
+
+
+def test_the_first_option_that_ranks_do_not_share_is_named():
+    """With two values; nothing where all are alike, or a rank has more of them."""
+    alike = {"lr": "0.1", "momentum": "0.9"}
+    assert unlike_option([alike, dict(alike), {**alike, "own": "1"}]) == ""
+    said = unlike_option([alike, alike, {**alike, "momentum": "0.8"}])
+    assert said.startswith("momentum is 0.9 on rank 0 and 0.8 on rank 2: set it ")
