@@ -6,6 +6,7 @@ import ast
 import importlib.util
 import os
 import re
+import socket
 import subprocess
 import sys
 from functools import cache
@@ -261,3 +262,22 @@ def test_wrong_words_after_docs_are_one_line(words, said, capsys):
     """As of every command: what is wrong, what would be right, exit 2."""
     assert main(words) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_folder_with_files_is_not_built_into(tmp_path, monkeypatch, capsys):
+    """The builder would delete them."""
+    monkeypatch.chdir(tmp_path)
+    kept = tmp_path / "thesis.tex"
+    kept.write_text("years of work")
+    for given in (".", "thesis.tex", "thesis.tex/site"):
+        assert main(["docs", "--build", given]) == 2
+        assert f"--build={given}: must be a new or an empty folder" in capsys.readouterr().err
+    assert kept.read_text() == "years of work"
+
+
+def test_a_port_that_is_taken_is_refused_before_pages_are_built(capsys):
+    """In one line."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        assert main(["docs", "--port", port]) == 2
+    assert f"--port={port}: cannot be taken: Address already in use" in capsys.readouterr().err

@@ -149,7 +149,7 @@ def test_a_second_run_of_a_script_hears_of_names(tmp_path, monkeypatch, folder, 
     run = run_of(("--name", "mine"), ("--log-dir", folder), ("--checkpoint-dir", folder))
     first = RunDirectories(run)
     first.claim()
-    with pytest.raises(BadInputError, match=f"take {way_on}"):
+    with pytest.raises(BadInputError, match=f"--log-dir={folder}: .*take {way_on}"):
         RunDirectories(run).claim()
     first.release()
 

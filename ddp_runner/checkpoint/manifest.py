@@ -6,6 +6,7 @@ stored inside the file (:meth:`Manifest.facts`), so that a file without its mani
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from dataclasses import dataclass, field, fields
@@ -30,6 +31,7 @@ AMID_SKIPPED = (
     "amid_skipped"  # the reason of one that is kept as the best, shortly after a skipped step
 )
 NO_DIGEST = "0" * 64
+_SEAL = "manifest_sha256"
 _ABOUT_THE_FILE = ("file", "size_bytes", "sha256", "hashed")
 
 
@@ -108,7 +110,9 @@ class Manifest(CheckpointFacts):
 
     def to_json(self) -> str:
         """A JSON object, one field a line. Raises TypeError or ValueError if a value has no JSON form."""
-        return json.dumps(self._values(), indent=2, sort_keys=True, allow_nan=False) + "\n"
+        values = self._values()
+        sealed = {**values, _SEAL: _seal_of(values)}
+        return json.dumps(sealed, indent=2, sort_keys=True, allow_nan=False) + "\n"
 
     def facts(self) -> dict[str, object]:
         """Return the facts without name, size and digest of the file, as plain JSON values."""
@@ -146,7 +150,18 @@ def _of_text(text: str) -> Manifest:
         raise ValueError(f"not JSON: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"not a JSON object but {type(values).__name__}")  # noqa: TRY004  # as all garbage
-    return _checked(values)
+    found = _checked(values)
+    seal = values.pop(_SEAL, None)  # older files have none
+    if seal is not None and seal != _seal_of(values):
+        raise ValueError(f"its fields do not match its {_SEAL}")
+    return found
+
+
+def _seal_of(values: Mapping[str, object]) -> str:
+    """Return the digest of a manifest's fields as they are read, by which a flipped bit in one of them is found."""
+    as_read = json.loads(json.dumps(values, allow_nan=False))  # keys that are numbers sort as texts then
+    text = json.dumps(as_read, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 _TYPES: dict[str, tuple[type, ...]] = {

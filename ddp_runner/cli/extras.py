@@ -30,6 +30,7 @@ _NEEDS: Mapping[str, Mapping[str, str]] = {  # of each tracker: modules, and wha
 }
 _OF_DATABASES = {"sqlalchemy": "sqlalchemy>=2,<3", "alembic": "alembic>=1.10,<2"}
 _SERVERS = ("http://", "https://", "databricks")
+_LAUNCHER = "launch_training.sh"
 _OFFLINE = ("offline", "disabled", "dryrun")
 
 
@@ -73,8 +74,17 @@ def how_to_install(what: str, *packages: str, extra: str) -> str:
     """Return that ``what`` is not installed, with the commands that install it."""
     wanted = f"`pip install 'ddp_runner[{extra}]'`"
     if start.IS_CHECKOUT:
-        wanted = f"`{start.COMMAND} environment --extra {extra}`, or `pip install {shlex.join(packages)}`"
+        wanted = (
+            f"`{_launcher()} environment --extra {extra}`, or `pip install {shlex.join(packages)}`"
+        )
     return f"{what} is not installed for {sys.executable}: {wanted}"
+
+
+def _launcher() -> str:
+    """Return the checkout's script as it was typed, or where it lies: only it has the word ``environment``."""
+    if start.COMMAND.endswith(_LAUNCHER):
+        return start.COMMAND
+    return shlex.quote(str(Path(start.PACKAGE_PARENT, _LAUNCHER)))
 
 
 def page_missing() -> str:

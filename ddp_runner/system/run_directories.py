@@ -206,7 +206,12 @@ class RunDirectories:
         """``path_of``: the folder of a name, in a process that runs code of the user's."""
         self._run, self._path_of = run, path_of
         way_on = "take another --name" if run.has_folders_of_its_name else "take another directory"
-        self._checkpoints = DirectoryLock(path_of(run.checkpoint_dir), way_on=way_on)
+        # A script has no checkpoints of ours: what it locks is its log folder.
+        is_one = run.checkpoint_dir == run.log_dir
+        self._option = "--log-dir" if is_one else "--checkpoint-dir"
+        self._checkpoints = DirectoryLock(
+            path_of(run.checkpoint_dir), option=self._option, way_on=way_on
+        )
         self._logs = DirectoryLock(
             path_of(run.log_dir), option="--log-dir", name=LOG_LOCK_NAME, way_on=way_on
         )
@@ -249,7 +254,7 @@ class RunDirectories:
             self._checkpoints.acquire(patience_s=patience_s)
         except OSError as error:
             raise BadInputError(
-                "--checkpoint-dir", self._run.checkpoint_dir, f"cannot be locked: {error.strerror}"
+                self._option, self._run.checkpoint_dir, f"cannot be locked: {error.strerror}"
             ) from error
         try:
             self._logs.acquire(patience_s=patience_s)

@@ -24,7 +24,7 @@ from ddp_runner.data.text.corpus import (
     summary,
 )
 from ddp_runner.kernel.rules.errors import BadInputError
-from ddp_runner.tasks.transformer import TransformerLM, generate, next_token_loss
+from ddp_runner.tasks.transformer import TransformerLM, generate, likeliest_tokens, next_token_loss
 from ddp_runner.training.task import Batch, Datasets
 
 if TYPE_CHECKING:
@@ -108,6 +108,10 @@ class BytesTask:
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Mean cross entropy over next bytes, in nats. ``batch`` is ``[B, seq_len + 1]``."""
         return next_token_loss(model, batch)
+
+    def predict(self, model: nn.Module, batch: Batch) -> Tensor:
+        """The likeliest byte at each place after the first, ``[B, seq_len]``."""
+        return likeliest_tokens(model, batch)
 
     def figures(self, loss: float) -> Mapping[str, float]:
         """The loss in bits, as a compressor would count it."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from ddp_runner.tasks.transformer import TransformerLM, next_token_loss
+from ddp_runner.tasks.transformer import TransformerLM, likeliest_tokens, next_token_loss
 from ddp_runner.training.task import Batch, Datasets
 
 if TYPE_CHECKING:
@@ -162,6 +162,10 @@ class SyntheticTask:
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Mean cross entropy over next tokens, in nats."""
         return next_token_loss(model, batch)
+
+    def predict(self, model: nn.Module, batch: Batch) -> Tensor:
+        """The likeliest token at each place after the first, ``[B, seq_len]``."""
+        return likeliest_tokens(model, batch)
 
     def figures(self, loss: float) -> Mapping[str, float]:
         """Return the perplexity: the number of tokens that the model hesitates between."""

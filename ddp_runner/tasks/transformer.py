@@ -156,3 +156,9 @@ def next_token_loss(model: nn.Module, windows: Tensor) -> Tensor:
     tokens = windows.long()
     logits: Tensor = model(tokens[:, :-1])
     return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def likeliest_tokens(model: nn.Module, windows: Tensor) -> Tensor:
+    """Return for every token of ``windows`` after the first what the model expects in its place."""
+    logits: Tensor = model(windows.long()[:, :-1])
+    return logits.argmax(-1)

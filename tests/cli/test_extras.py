@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from ddp_runner.cli import extras
@@ -10,6 +12,8 @@ from ddp_runner.config import resolve
 from ddp_runner.config.sources import from_environment
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.secrets import GIVEN_BY_FILE, environment_secrets
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def settings(names):
@@ -29,6 +33,15 @@ def test_an_unknown_name_is_answered_with_those_there_are():
     assert str(caught.value) == (
         "log.trackers=csv,wandbb: must be names separated by commas, of csv, tensorboard, wandb, mlflow"
     )
+
+
+def test_the_command_that_installs_is_one_that_there_is(monkeypatch):
+    """Only the script has ``environment``, and so it is named to those who use ``python -m``."""
+    monkeypatch.setattr(extras, "find_spec", lambda name: None)
+    script = ROOT / "launch_training.sh"
+    for typed, named in (("python -m ddp_runner", script), ("../x/launch_training.sh",) * 2):
+        monkeypatch.setattr(extras.start, "COMMAND", typed)
+        assert f"`{named} environment --extra page`" in extras.page_missing()
 
 
 def test_what_is_not_installed_is_refused_with_the_command(monkeypatch):

@@ -134,3 +134,11 @@ def test_sample_of_other_text_starts_a_line(folder):
     """The prompt of the standard library says nothing about a user's own text."""
     made = task(folder)
     assert made.sample(made.build_model().eval()).startswith("\n")
+
+
+def test_outputs_for_predict_are_the_likeliest_bytes(folder):
+    """One for each byte that the loss counts; the model alone cannot take a whole window."""
+    made = task(folder)
+    model = made.build_model().eval()
+    batch = torch.stack([made.build_datasets().validation[at] for at in range(3)])
+    assert torch.equal(made.predict(model, batch), model(batch.long()[:, :-1]).argmax(-1))

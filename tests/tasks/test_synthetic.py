@@ -113,3 +113,12 @@ def test_figures_and_fingerprint():
         for s, n in [(1, 9), (2, 9), (1, 8)]
     }
     assert len(prints) == 3
+
+
+def test_outputs_for_predict_are_the_likeliest_tokens():
+    """One for each token that the loss counts; the model alone cannot take a whole window."""
+    made = task()
+    model = made.build_model().eval()
+    batch = torch.stack([made.build_datasets().validation[at] for at in range(3)])
+    found = made.predict(model, batch)
+    assert torch.equal(found, model(batch[:, :-1]).argmax(-1))

@@ -7,7 +7,6 @@ import enum
 import io
 import os
 import socket
-import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any, TextIO, TypedDict
 
-from ddp_runner import start
+from ddp_runner.cli.extras import how_to_install
 from ddp_runner.features.machines.rules.node_options import ENGINE
 from ddp_runner.features.ray.rules import RAY, Machine
 from ddp_runner.kernel.rules.errors import BadInputError
@@ -150,10 +149,7 @@ def connected() -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name != RAY:
             raise
-        wanted = "`pip install 'ddp_runner[ray]'`"
-        if start.IS_CHECKOUT:
-            wanted = f"`{start.COMMAND} environment --extra ray`, or `pip install 'ray>=2.40,<3'`"
-        expected = f"ray is not installed for {sys.executable}: {wanted}"
+        expected = how_to_install(RAY, "ray>=2.40,<3", extra="ray")
         raise BadInputError(ENGINE, RAY, expected) from error
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:

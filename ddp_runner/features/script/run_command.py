@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import shutil
+import sys
 import textwrap
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -462,14 +463,23 @@ def _shown(own: Mapping[str, str]) -> tuple[tuple[int, ...] | None, bool]:
 def _preload(text: str) -> tuple[str, ...]:
     names = tuple(name for name in text.split(",") if name)
     for name in names:
-        if importlib.util.find_spec(name.partition(".")[0]) is None:
+        above = name.partition(".")[0]
+        if not above or importlib.util.find_spec(above) is None or not _may_be_imported(name):
             raise BadInputError("--preload", name, "no module of this name is installed")
     return names
 
 
+def _may_be_imported(name: str) -> bool:
+    """As of ``-m``; some modules below others have no file of their own, such as os.path."""
+    return name in sys.modules or may_be_run(name)
+
+
 def _resume_with(text: str) -> ResumeWith:
     pattern, colon, words = text.partition(":")
-    split = shlex.split(words)
+    try:
+        split = shlex.split(words)
+    except ValueError as error:  # a quotation mark without its second
+        raise BadInputError("--resume-with", text, f"its words: {error}") from error
     if not (pattern and colon and split):
         raise BadInputError(
             "--resume-with", text, "must be a file and words for the script: GLOB:WORDS"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from ddp_runner.__main__ import main
 from ddp_runner.features.script.run_loop import calls_attach, may_be_run
 
 
@@ -64,3 +65,23 @@ def test_a_module_is_found_without_an_import(tmp_path, monkeypatch, module, may_
     (tmp_path / "moved" / "__init__.py").write_text("__path__.append('elsewhere'); 1 / 0")
     monkeypatch.chdir(tmp_path)
     assert may_be_run(module) == may_be
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--preload", "json.nothere"], "--preload=json.nothere: no module of this name"),
+        (["--preload", "os.path,json."], "--preload=json.: no module of this name"),
+        (["--preload", ".json"], "--preload=.json: no module of this name"),
+        (
+            ["--resume-with", "a.pt:--from 'b"],
+            "--resume-with=a.pt:--from 'b: its words: No closing",
+        ),
+    ],
+)
+def test_wrong_words_for_run_are_one_line(words, said, tmp_path, capsys):
+    """A module below another that is there, and a quotation mark that is not closed, too."""
+    script = tmp_path / "train.py"
+    script.write_text("")
+    assert main(["run", "--cpu", *words, str(script)]) == 2
+    assert capsys.readouterr().err.startswith(f"ddp_runner: error: {said}")
