@@ -31,7 +31,7 @@ AMID_SKIPPED = (
     "amid_skipped"  # the reason of one that is kept as the best, shortly after a skipped step
 )
 NO_DIGEST = "0" * 64
-_SEAL = "manifest_sha256"
+_SEAL = "facts_sha256"
 _ABOUT_THE_FILE = ("file", "size_bytes", "sha256", "hashed")
 
 
@@ -158,10 +158,15 @@ def _of_text(text: str) -> Manifest:
 
 
 def _seal_of(values: Mapping[str, object]) -> str:
-    """Return the digest of a manifest's fields as they are read, by which a flipped bit in one of them is found."""
-    as_read = json.loads(json.dumps(values, allow_nan=False))  # keys that are numbers sort as texts then
-    text = json.dumps(as_read, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
+    """Return the digest of a manifest's facts as they are read, by which a flipped bit in one of them is found.
+
+    What it says about the file is compared with the file.
+    """
+    facts = {name: value for name, value in values.items() if name not in _ABOUT_THE_FILE}
+    as_read = json.loads(
+        json.dumps(facts, allow_nan=False)
+    )  # keys that are numbers sort as texts then
+    return hashlib.sha256(json.dumps(as_read, sort_keys=True).encode()).hexdigest()
 
 
 _TYPES: dict[str, tuple[type, ...]] = {

@@ -148,5 +148,5 @@ def test_a_manifest_of_before_is_of_a_plain_digest():
         created_utc="", reason="",
     ).to_json()  # fmt: skip
     values = json.loads(text)
-    del values["hashed"], values["manifest_sha256"]
+    del values["hashed"], values["facts_sha256"]
     assert Manifest.from_json(json.dumps(values)).hashed == PLAIN

@@ -48,7 +48,7 @@ def test_facts_and_file_make_the_manifest_again():
 def test_a_field_that_came_later_may_be_missing():
     """A checkpoint of an older version stays loadable."""
     values = json.loads(MANIFEST.to_json())
-    del values["recipe"], values["manifest_sha256"]
+    del values["recipe"], values["facts_sha256"]
     assert Manifest.from_json(json.dumps(values)) == replace(MANIFEST, recipe={})
 
 
@@ -61,7 +61,7 @@ def test_a_manifest_with_numbers_as_keys_is_whole_when_it_is_read():
 def test_fields_of_a_newer_writer_are_dropped():
     """An unknown field is no error as long as the format number is known; nor is one that older files have."""
     values = json.loads(MANIFEST.to_json()) | {"mood": "good", "pace": {"write_s": 1.5}}
-    del values["manifest_sha256"]
+    del values["facts_sha256"]
     assert Manifest.from_json(json.dumps(values)) == MANIFEST
 
 
@@ -78,7 +78,7 @@ def test_a_flipped_bit_in_a_field_is_damage(written, read):
     """Of a right type, and in a name: else a resume would be refused, or be of another run."""
     text = MANIFEST.to_json()
     assert text.count(written) == 1
-    with pytest.raises(ValueError, match="its fields do not match its manifest_sha256"):
+    with pytest.raises(ValueError, match="its fields do not match its facts_sha256"):
         Manifest.from_json(text.replace(written, read))
 
 

@@ -33,7 +33,7 @@ def rewritten(run, into, *, is_old=False, step=None):
     """
     manifest_path = max(run.checkpoints.glob("step_*.json"))
     manifest = json.loads(manifest_path.read_text(encoding="utf-8"))
-    del manifest["manifest_sha256"]
+    del manifest["facts_sha256"]
     content = torch.load(run.checkpoints / manifest["file"], weights_only=True)
     if is_old:
         assert (content.pop("order"), manifest.pop("order")) == (2, 2)
