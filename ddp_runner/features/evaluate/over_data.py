@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -314,7 +314,8 @@ def _write(outputs: Sequence[Any], to: Path) -> None:
     except OSError as error:
         raise BadInputError("--to", to, error.strerror or str(error)) from error
     finally:
-        part.unlink(missing_ok=True)
+        with suppress(OSError):  # such as that of a read-only file system
+            part.unlink(missing_ok=True)
 
 
 def _stacked(outputs: Sequence[Any]) -> Any:

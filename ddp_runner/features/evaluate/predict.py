@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from pathlib import Path
 
@@ -23,6 +24,9 @@ def _run(arguments: Arguments) -> int:
         raise BadInputError(_TO.long, to, f"must end in {', '.join(FORMS)}")
     if not to.parent.is_dir():
         raise BadInputError(_TO.long, to, "no such folder")
+    if to.is_dir() or not os.access(to.parent, os.W_OK | os.X_OK):
+        why = "is a folder" if to.is_dir() else "its folder cannot be written to"
+        raise BadInputError(_TO.long, to, why)  # before all is computed
     asked = Asked.by(arguments, whole=True)
     return int(import_module(_MODULE).predict(asked, to=to))
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -148,6 +151,9 @@ def test_a_method_of_the_task_says_what_is_written(tmp_path, command):
     ("words", "said"),
     [
         (("predict", "--to", "outputs.txt"), "must end in .pt, .npy, .jsonl"),
+        (("predict", "--to", "gone/outputs.pt"), "no such folder"),
+        (("predict", "--to", "folder.pt"), "--to=folder.pt: is a folder"),
+        (("predict", "--to", "/sys/outputs.pt"), "--to=/sys/outputs.pt: "),
         (("evaluate", "--on", "train"), "no such data set; available: validation"),
         (("evaluate", "77"), "has no checkpoint"),
         (("evaluate", "--dry-run"), "is an option of train"),
@@ -156,10 +162,23 @@ def test_a_method_of_the_task_says_what_is_written(tmp_path, command):
 def test_a_mistake_is_one_line(tmp_path, command, words, said):
     """And exit code 2."""
     trained(tmp_path)
+    (tmp_path / "folder.pt").mkdir()
     code, _, errors = command(*words)
     assert code == 2
     assert said in errors
     assert len(errors.splitlines()) == 1
+
+
+def test_a_file_system_that_refuses_all_is_one_line(tmp_path, monkeypatch):
+    """Not even the unfinished file can be removed from it."""
+
+    def refuse(*_, **__):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.raises(BadInputError, match=r"outputs.pt: Read-only file system"):
+        _write([torch.ones(1)], tmp_path / "outputs.pt")
 
 
 def test_test_is_another_name():
@@ -185,6 +204,7 @@ def test_epochs_are_those_of_the_runs_ranks_and_stage(tmp_path, command):
     trained(tmp_path)
     [file] = (tmp_path / "saved").glob("step_*.json")
     manifest = json.loads(file.read_text())
+    del manifest["manifest_sha256"]
     manifest["recipe"]["ranks"] = 4
     manifest["meaning"]["data.batch_size x ranks"] = 16
     manifest["about"]["stage"] = {"number": 0, "first_step": 6, "names": ["one"]}
