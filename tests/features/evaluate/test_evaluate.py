@@ -204,7 +204,7 @@ def test_epochs_are_those_of_the_runs_ranks_and_stage(tmp_path, command):
     trained(tmp_path)
     [file] = (tmp_path / "saved").glob("step_*.json")
     manifest = json.loads(file.read_text())
-    del manifest["manifest_sha256"]
+    del manifest["facts_sha256"]
     manifest["recipe"]["ranks"] = 4
     manifest["meaning"]["data.batch_size x ranks"] = 16
     manifest["about"]["stage"] = {"number": 0, "first_step": 6, "names": ["one"]}
