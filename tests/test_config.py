@@ -382,12 +382,13 @@ def test_a_file_that_is_not_a_mapping_is_refused_with_its_line(tmp_path, text, m
 
 
 def test_a_file_that_cannot_be_read_is_refused(tmp_path):
-    """A missing file, a folder and a binary file are distinguished."""
+    """A missing file, a folder, a binary file and a device without an end are distinguished."""
     binary = tmp_path / "binary.yaml"
     binary.write_bytes(b"\xff\xfe\x00\x80")
     assert words_of(files=[tmp_path / "no.yaml"]).endswith("no.yaml: no such file")
     assert words_of(files=[tmp_path]).endswith("is a folder; give a YAML file")
     assert words_of(files=[binary]).endswith("is not text; give a YAML file in UTF-8")
+    assert words_of(files=[Path("/dev/zero")]).endswith("/dev/zero: has more than 10,000,000 bytes")
 
 
 @pytest.mark.parametrize("text", ["", "# nothing\n", "data:\n", "---\n"])

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import difflib
 import json
+import sys
 from typing import TYPE_CHECKING
 
 from ddp_runner import config
 from ddp_runner.checkpoint.manifest import best_of, stage_name
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.secrets import HIDDEN, holds_secret
-from ddp_runner.observe.format import byte_size, count, counted
+from ddp_runner.observe.format import byte_size, count, counted, printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -41,6 +42,9 @@ def chosen(catalog: Catalog, which: str) -> Entry:
             hint = f"did you mean {near[0]}?" if near else "must be last, best, a step or a path"
             raise BadInputError(which, "", f"{why}; {hint}") from error
         found = [entry for entry in resolved if entry.problem is None] or resolved
+        for passed_over in resolved[: resolved.index(found[0])] if found else ():
+            text = f"{passed_over.path} is passed over: {passed_over.problem}"
+            print(f"ddp_runner: {printable(text)}", file=sys.stderr)
         what = f"{catalog.directory} holds no checkpoint"
     if not found:
         raise BadInputError(which, "", what)

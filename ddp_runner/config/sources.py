@@ -18,6 +18,7 @@ from ddp_runner.kernel.rules.errors import BadInputError
 Origin = Literal["default", "preset", "file", "environment", "command line"]
 
 ENVIRONMENT_PREFIX = "DDP_RUNNER_"
+FILE_BYTES_MAX = 10_000_000
 VALUES_MAX = 100_000  # in one file; aliases can make billions of a few lines
 _OPEN = -1  # the size of a value that is being counted
 _SHOWN_MAX = 40
@@ -150,7 +151,11 @@ def _refuse_bomb(root: yaml.Node) -> None:
 def from_file(path: Path) -> list[Assignment]:
     """The assignments of one YAML file. Raises BadInputError if it is not a mapping of settings."""
     try:
-        content = parse_yaml(path.read_text(encoding="utf-8"))
+        with path.open("rb") as file:  # a device, such as /dev/zero, never ends
+            data = file.read(FILE_BYTES_MAX + 1)
+        if len(data) > FILE_BYTES_MAX:
+            raise BadInputError("--config", path, f"has more than {FILE_BYTES_MAX:,} bytes")
+        content = parse_yaml(data.decode())
     except FileNotFoundError:
         raise BadInputError("--config", path, "no such file") from None
     except IsADirectoryError:

@@ -131,6 +131,19 @@ def test_show_of_a_damaged_or_older_checkpoint_says_so(tmp_path, capsys):
     assert "BAD: its SHA-256" in capsys.readouterr().out
 
 
+def test_a_damaged_newest_checkpoint_is_passed_over_with_a_line(tmp_path, capsys):
+    """``show``, ``export``, ``evaluate`` and ``predict`` take the one before it. Control: a whole one is taken in silence."""
+    save(tmp_path, 6)
+    newest = save(tmp_path, 7).path
+    assert main(["checkpoints", "show", "-c", str(tmp_path)]) == 0
+    assert capsys.readouterr().err == ""
+    newest.with_suffix(".json").write_text("{}")
+    assert main(["checkpoints", "show", "-c", str(tmp_path)]) == 0
+    said = capsys.readouterr()
+    assert said.err.startswith(f"ddp_runner: {newest} is passed over: its manifest is damaged: ")
+    assert "step_00000006.pt" in said.out
+
+
 def test_list_has_its_times_in_one_column(tmp_path, capsys):
     """Whether or not a checkpoint was evaluated, and however long the figure's name is."""
     made(tmp_path, 1, monitor="bach/accuracy", created_utc="2030-01-01T00:00:00Z")
