@@ -244,7 +244,7 @@ def test_an_inspecting_python_ends_with_the_commands_exit_code(program):
     found = subprocess.run(
         [*program, "--version"],
         cwd=ROOT,
-        env={**os.environ, "PYTHONINSPECT": "1"},
+        env={**os.environ, "PYTHONINSPECT": "1", "DDP_RUNNER_PYTHON": sys.executable},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

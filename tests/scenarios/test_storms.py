@@ -64,7 +64,9 @@ def test_nobody_waits_for_a_stopped_rank_nor_for_the_last_answer(calm, tmp_path)
     """It is ended as soon as it is to leave, and who was killed is followed while one is still at work."""
     steps = ("--max-steps", 3)
     with Run(tmp_path, *SETTINGS, *steps, "--audit", "task.pace_s=2", world=3, task=TASK) as run:
-        run.wait_for_step(1)  # the next one takes two seconds, in which nobody answers
+        run.wait_for_step(1)
+        # It takes two seconds, in which nobody answers; before, a slow machine still loads its samples.
+        poll(lambda: run.phase(1) == "forward", what="the next step")
         stopped, killed = (run.rank_pid(rank) for rank in (1, 2))
         run.signals_at_once((signal.SIGSTOP, stopped), (signal.SIGKILL, killed))
         assert run.wait() == 0, run.console
