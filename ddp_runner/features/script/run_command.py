@@ -470,7 +470,7 @@ def _preload(text: str) -> tuple[str, ...]:
 
 
 def _may_be_imported(name: str) -> bool:
-    """As of ``-m``; some modules below others have no file of their own, such as os.path."""
+    """Return True as for ``-m``; some modules below others have no file of their own, such as os.path."""
     return name in sys.modules or may_be_run(name)
 
 
