@@ -163,9 +163,8 @@ def _seal_of(values: Mapping[str, object]) -> str:
     What it says about the file is compared with the file.
     """
     facts = {name: value for name, value in values.items() if name not in _ABOUT_THE_FILE}
-    as_read = json.loads(
-        json.dumps(facts, allow_nan=False)
-    )  # keys that are numbers sort as texts then
+    # Keys that are numbers are texts then, and sort as such.
+    as_read = json.loads(json.dumps(facts, allow_nan=False))
     return hashlib.sha256(json.dumps(as_read, sort_keys=True).encode()).hexdigest()
 
 
