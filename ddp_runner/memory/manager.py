@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 from ddp_runner.core.memory_leak import LeakWindow
 from ddp_runner.kernel.rules.faults import Fault, FaultError, FaultKind
 from ddp_runner.memory.readings import Reader, Reading, SystemReader
-from ddp_runner.memory.reclaim import empty_device_cache, reclaim
+from ddp_runner.memory.reclaim import empty_device_cache, keep_freed_heap, reclaim
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -82,6 +82,7 @@ def may_collect_fully(*, since_last_s: float, cost_s: float, cost_share: float =
 _MB = 1_000_000
 _LOOKS_BETWEEN_REACTIONS = 10  # while a level lasts; a reaction costs some 50 ms
 _LEAST_GAP_S = 0.5  # between looks
+HEAP_SHARE = 1 / 32  # of the memory, which the ranks of a machine may keep of what they have freed
 _LOG_LEVEL = {
     Level.OK: "info",
     Level.WARN: "warning",
@@ -209,6 +210,13 @@ class MemoryManager:
             limit_bytes = int(self._settings.max_memory_gb * GB)
             room_bytes = min(room_bytes, limit_bytes - reading.rss_bytes - reading.loader_bytes)
         return max(0, room_bytes)
+
+    def keep_freed(self, *, ranks_here: int) -> None:
+        """Keep freed memory for the next step, as far as this one of the machine's ranks may.
+
+        It is given back when memory is short. Nothing changes for a user who has set malloc's limits.
+        """
+        keep_freed_heap(int(HEAP_SHARE * self.newest().ceiling_bytes / ranks_here))
 
     def _look(self, step: int) -> None:
         """Measure, follow the level, react, enforce the hard limit."""

@@ -9,7 +9,8 @@ import pytest
 
 from ddp_runner.core.settings import MemorySettings, Settings
 from ddp_runner.kernel.rules.faults import FaultError, FaultKind
-from ddp_runner.memory.manager import Level, MemoryManager
+from ddp_runner.memory import manager as managers
+from ddp_runner.memory.manager import HEAP_SHARE, Level, MemoryManager
 from ddp_runner.memory.readings import Reading, SystemReader
 from ddp_runner.training.loading import loaders
 
@@ -300,9 +301,9 @@ def test_the_default_reader_works_on_this_machine():
 def test_ranks_on_cpus_share_the_memory_that_they_keep(monkeypatch, device, shares):
     """Each rank of a machine may keep its part of a share of the memory; ranks on GPUs keep nothing."""
     kept = []
-    monkeypatch.setattr(loaders, "keep_freed_heap", kept.append)
+    monkeypatch.setattr(managers, "keep_freed_heap", kept.append)
     rank_info = SimpleNamespace(rank=0, local_world_size=4, device=device)
     runtime = SimpleNamespace(rank_info=rank_info, is_watched=True)
     loaders.watch_memory(Settings(), SimpleNamespace(worker_pids=()), runtime)
-    share_bytes = loaders.HEAP_SHARE * SystemReader()(()).ceiling_bytes
+    share_bytes = HEAP_SHARE * SystemReader()(()).ceiling_bytes
     assert kept == [int(share_bytes / one) for one in shares]

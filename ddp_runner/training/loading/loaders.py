@@ -45,14 +45,11 @@ from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.kernel.wire.events import RepairedInPlace, TuningChanged
 from ddp_runner.kernel.wire.messages import LoaderWorkers
 from ddp_runner.memory.manager import Loads, MemoryManager
-from ddp_runner.memory.reclaim import keep_freed_heap
 from ddp_runner.system.launch_folder import at_launch
 from ddp_runner.training.rank_context import TaskParts
 from ddp_runner.training.state import TrainState
 from ddp_runner.training.task import Datasets
 from ddp_runner.training.workload import TaskWorkload, Workload
-
-HEAP_SHARE = 1 / 32  # of the memory, which ranks may keep of what they have freed
 
 
 def waiting(runtime: Runtime, *, is_leaving: Callable[[], bool]) -> Callable[[], None]:
@@ -190,8 +187,7 @@ def watch_memory(settings: Settings, loader: Loads, runtime: Runtime) -> MemoryM
         device=device if device.type == "cuda" else None,
     )
     if runtime.is_watched and device.type == "cpu":
-        ceiling_bytes = manager.newest().ceiling_bytes
-        keep_freed_heap(int(HEAP_SHARE * ceiling_bytes / runtime.rank_info.local_world_size))
+        manager.keep_freed(ranks_here=runtime.rank_info.local_world_size)
     return manager
 
 
