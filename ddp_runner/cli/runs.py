@@ -68,7 +68,9 @@ def checkpoint_dir_of(arguments: Arguments) -> Path:
         folder = _recorded(newest) or Path(CHECKPOINTS, newest.name)
     if not folder.is_dir():
         where = ": no run has saved here; give the folder of a run"
-        if newest is None and (logs := _newest_followed()) is not None:
+        if newest is not None:
+            where = f": run {newest.name} saves there; give another folder, or --name"
+        elif (logs := _newest_followed()) is not None:
             where = elsewhere(logs, is_of_checkpoints=True)
         raise BadInputError("--checkpoint-dir", folder, f"no such folder{where}")
     return folder

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -311,6 +312,16 @@ def test_export_of_a_file_without_its_frozen_weights_is_whole_or_refused(tmp_pat
     assert "leaves out 1 start weights of the run" in line
     assert "--init-from PATH, or use the run's final.pt" in line
     assert not (tmp_path / "none").exists()
+
+
+def test_a_newest_run_whose_folder_is_gone_is_named(tmp_path, monkeypatch, capsys):
+    """Not that no run has saved there: other runs may have, and the newest one may yet."""
+    monkeypatch.chdir(tmp_path)
+    Path("logs", "tuned").mkdir(parents=True)
+    Path("logs", "latest").symlink_to("tuned")
+    assert main(["checkpoints"]) == 2
+    folder = "--checkpoint-dir=checkpoints/tuned: no such folder: run tuned saves there;"
+    assert capsys.readouterr().err.startswith(f"ddp_runner: error: {folder} give another folder")
 
 
 def test_prune_keeps_the_newest_the_best_and_those_for_good(tmp_path, capsys):

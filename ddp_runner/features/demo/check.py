@@ -249,7 +249,8 @@ class _Check:
         is_asked = stops and result.exit_code == ExitCode.PREEMPTED
         if result.exit_code in (ExitCode.INTERRUPTED, ExitCode.PREEMPTED) and not is_asked:
             raise KeyboardInterrupt
-        self._talk.say(f"  {seconds:5.1f} s  {name.replace('_', ' ')}")
+        if result.exit_code != ExitCode.BAD_USAGE:  # of which the error says enough
+            self._talk.say(f"  {seconds:5.1f} s  {name.replace('_', ' ')}")
         return _Run(result=result, seconds=seconds, output=output.getvalue())
 
     def _row(self, what: str, run: _Run, *, seconds: float | None = None) -> Checked:

@@ -134,6 +134,7 @@ def test_wrong_input_is_one_line(start, tmp_path, words, line):
     assert check.returncode == 2, text + errors
     (reported,) = [one for one in errors.splitlines() if one.startswith("ddp_runner: error: ")]
     assert line in reported
+    assert "without faults" not in text
     assert folders(tmp_path) == []
 
 
