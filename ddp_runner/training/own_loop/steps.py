@@ -396,6 +396,7 @@ class LoopSteps:
         """
         if self._agreed is not None:
             raise misuse(f"backward() comes after optimizer.step() within one step: {_ONE_UPDATE}")
+        self._state.gradients.backward_begins()
         loop, loss = self._loop, self._loop.noted.get(LOSS)
         if loss is None and not self._has_carried:
             loss = loop.late_loss
