@@ -39,6 +39,11 @@ class LeftGradients:
         self._looks, self._is_before_backward = looks, True
         self._values = self._copied([place for place in self._added_to if looks[place] is not None])
 
+    def has_more(self) -> bool:
+        """Return True if a parameter has a gradient that had none when they were left."""
+        pairs = zip(self._parameters, self._looks, strict=True)
+        return any(look is None and parameter.grad is not None for parameter, look in pairs)
+
     def committed(self) -> None:
         """Note that the present gradients are left, unless the loop drops them before its next block."""
         self._is_old = True
