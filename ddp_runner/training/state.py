@@ -509,10 +509,14 @@ class TrainState:
 
     def drop_unfinished_step(self) -> None:
         """Forget what an unfinished step changed: gradients, and what forward and loss have written."""
-        self.optimizer.zero_grad(set_to_none=True)
+        self._drop_gradients()
         self.lost += self.buffers.drop()
         self.side.drop()
         self.local.put_back()
+
+    def _drop_gradients(self) -> None:
+        """Forget the gradients of an unfinished step: none is left from the one before."""
+        self.optimizer.zero_grad(set_to_none=True)
 
     def drop_evaluation(self) -> None:
         """Forget what an evaluation has changed, after :meth:`SideState.look`: steps make the state."""

@@ -497,6 +497,65 @@ def test_buffers_of_every_kind_and_synced_norms_are_trained(tmp_path):
     assert found[0] == found[1]
 
 
+LEFT_GRADIENTS = """
+import torch
+from torch import nn
+import ddp_runner
+
+run = ddp_runner.attach()
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.base = nn.Linear(4, 8)  # of no optimizer, and its gradient is never dropped
+        self.heads = nn.ModuleList([nn.Linear(8, 1), nn.Linear(8, 1)])  # by turns, as in a GAN
+        self.rare = nn.Linear(4, 1)
+
+    def forward(self, x, step):
+        found = self.heads[step % 2](self.base(x).tanh())
+        return found + self.rare(x) if step % 6 == 0 else found
+
+
+net = Net()
+trained = ([*net.heads[0].parameters(), *net.rare.parameters()], net.heads[1].parameters())
+one, other = (torch.optim.SGD(some, lr=0.05, momentum=0.9) for some in trained)
+wrapped = run.ddp(net, find_unused_parameters=True)
+run.keep(net=net, one=one, other=other)
+x = torch.randn(256, 4)
+data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+for inputs, targets in run.steps(run.loader(data, batch_size=8), max_steps=16):
+    with run.step():
+        step = run.step_number
+        optimizer = (one, other)[step % 2]
+        optimizer.zero_grad(set_to_none=False)
+        (wrapped(inputs, step) - targets).square().mean().backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+        optimizer.step()
+if run.is_first:
+    torch.save({"net": net.state_dict()}, "final.pt")
+"""
+
+
+def test_a_repeated_body_adds_to_the_gradients_that_were_left(tmp_path):
+    """Zeros on which momentum acts, a GAN's other network, and layers of no optimizer, which a clipped norm includes."""
+    found = []
+    lost_together = ("kill:rank=0,step=13", "kill:rank=1,step=13")
+    for name, harm in (
+        ("calm", ()),
+        ("harm", ("kill:rank=1,step=4", "kill:rank=0,step=9", *lost_together)),
+    ):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "left.py").write_text(LEFT_GRADIENTS, encoding="utf-8")
+        options = [word for one in harm for word in ("--inject", one)]
+        with run_loop(folder, loop=folder / "left.py", options=options) as run:
+            assert run.wait() == 0, run.console
+        assert run.summary()["exact"], run.summary()["inexact_reasons"]
+        found.append(final(folder))
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize(("where", "steps"), [("before", (9,)), ("within", (7, 10))])
 def test_parameters_are_unfrozen_anywhere_before_the_net_is_called(
     tmp_path, fault_free, where, steps

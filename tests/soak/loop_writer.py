@@ -270,6 +270,8 @@ def written(chance, *, is_careless=False):
         "forgets": sorted(chance.sample(FORGOTTEN, chance.choice((0, 1, 2))))
         if is_careless
         else [],
+        "zero": chance.choice(("", "set_to_none=False")),
+        "zeroes first": chance.random() < 0.3,
     }
     if parts["schedule"] == "plateau" or parts["between"]:
         parts["every"] = parts["every"] or "epochs=1"
@@ -405,15 +407,17 @@ def _step(parts):
         work = [loss, "harm(run, 'forward')", "loss.backward()"]
     if parts["notes"]:
         work.insert(-1, "run.note(loss=loss)")
+    zero = f"optimizer.zero_grad({parts['zero']})"
     return _lines(
         [
+            zero if parts["zeroes first"] else "",
             *work,
             "harm(run, 'backward')",
             "mine['loss'] += loss.item()" if parts["sums"] else "",
             parts["clip"],
             "optimizer.step()",
             "harm(run, 'update')",
-            "optimizer.zero_grad()",
+            "" if parts["zeroes first"] else zero,
             SCHEDULES[parts["schedule"]][1],
             *(AFTER[one] for one in parts["after"]),
         ]

@@ -271,6 +271,11 @@ MUTATIONS = (
         "return True",
     ),
     _break(
+        "gradients-are-left",
+        "parameter.grad = torch.zeros_like(parameter, requires_grad=False)",
+        "parameter.grad = None",
+    ),
+    _break(
         "called-together",
         "if own[0] == newest[0] and own < newest:",
         "if False:",

@@ -481,6 +481,22 @@ def test_an_error_of_a_function_between_steps_ends_a_program_without_supervisor(
     del batches
 
 
+def test_a_block_may_skip_its_batch_though_gradients_were_left(run):
+    """Of a loop that drops gradients at the beginning of each block: they are not the skipped block's."""
+    model, optimizer = parts()
+    net = run.ddp(model)
+    run.keep(model=model, optimizer=optimizer)
+
+    def body(x, y):
+        if run.step_number != 1:
+            optimizer.zero_grad()
+            (net(x) - y).square().mean().backward()
+            optimizer.step()
+
+    one_step(run, net, optimizer, body, max_steps=3)
+    assert run.step_number == 3
+
+
 def test_a_step_without_an_update_carries_a_stop_and_changes_no_weight(run):
     """As a framework's loop ends that decides between two steps, where no sum over ranks is due."""
     model, optimizer = parts()

@@ -25,6 +25,7 @@ from ddp_runner.training.exactness.kept_kinds import NotPlainError
 from ddp_runner.training.exactness.side_state import SideState
 from ddp_runner.training.exactness.values import kept_of
 from ddp_runner.training.local_state.local_state import LocalState
+from ddp_runner.training.own_loop.left_gradients import LeftGradients
 from ddp_runner.training.state import DataState, Trained, TrainState, Watches
 from ddp_runner.training.workload import empty_quarantine
 from ddp_runner.values.object_graph import attributes_of, own_classes
@@ -241,6 +242,8 @@ class KeptState(TrainState):
                 find_unused_parameters=find_unused_parameters,
             ),
         )
+        named = dict(self.named_parameters())
+        self.gradients = LeftGradients([*named], [*named.values()])
         self.keep_between()
 
     def keep_between(self) -> None:
@@ -262,6 +265,7 @@ class KeptState(TrainState):
         self._side_step = self.committed_step
         self._kept_flags, self._kept_modes = self.flags(), self._modes()
         self._options = [_options_of(group) for group in self.optimizer.param_groups]
+        self.gradients.keep()
 
     def _keep_side(self, step: int) -> None:
         """Leave it to the next boundary, where the loop may have changed more; see :meth:`drop_rehearsed`."""
@@ -272,6 +276,10 @@ class KeptState(TrainState):
         self._versions = self.buffers.versions()
         self._kept_flags, self._kept_modes = self.flags(), self._modes()
         self._options = [_options_of(group) for group in self.optimizer.param_groups]
+        self.gradients.committed()
+
+    def _drop_gradients(self) -> None:
+        self.gradients.put_back()
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore a state; moments keep the type that they were captured in."""
@@ -293,6 +301,7 @@ class KeptState(TrainState):
                 module.training = name not in in_eval
         _retype(self.optimizer, self.optimizer_state_of(state)["state"])
         self._forget_unscaled()
+        self.gradients.restore(state.get("gradients", {}))
         self._take_as_it_is()
 
     def optimizer_state_of(self, captured: Mapping[str, Any]) -> dict[str, Any]:
@@ -312,6 +321,8 @@ class KeptState(TrainState):
             "given": dict(self._first_given),
             "in_eval": [name for name, one in self._named_modules() if not one.training],
         }
+        if left := self.gradients.to_record():
+            own["gradients"] = left
         if self.calls:
             own["calls"] = self.calls
         if any(self.data_of):
@@ -383,6 +394,7 @@ class KeptState(TrainState):
         undo_side = self.side.way_back(has_room=has_room)
         held = self.buffers.hold_all() if has_room else {}
         looks, flags, modes = self._parameter_versions(), self.flags(), self._modes()
+        gradients = self.gradients.noted()
 
         def put_back() -> bool:
             is_whole = has_room or self._parameter_versions() == looks
@@ -390,6 +402,7 @@ class KeptState(TrainState):
             for live, was in buffers:
                 live.copy_(was)
             is_whole = undo_side() and is_whole
+            self.gradients.go_back(gradients)
             self.put_flags(flags)
             self._put_modes(modes)
             self._put_back(options)

@@ -396,6 +396,7 @@ class LoopSteps:
         """
         if self._agreed is not None:
             raise misuse(f"backward() comes after optimizer.step() within one step: {_ONE_UPDATE}")
+        self._state.gradients.backward_begins()
         loop, loss = self._loop, self._loop.noted.get(LOSS)
         if loss is None and not self._has_carried:
             loss = loop.late_loss
@@ -501,7 +502,8 @@ class LoopSteps:
         """
         state, step = self._state, self._state.committed_step
         is_overflow = self._loop.scales() != self._scales
-        if not is_overflow and any(one.grad is not None for one in state.trainable()):
+        has_gradients = self._has_carried and any(p.grad is not None for p in state.trainable())
+        if not is_overflow and (has_gradients or state.gradients.has_more()):
             raise misuse(
                 "the block ended without optimizer.step(), and with gradients: one block is one step;"
                 " steps(..., accumulate=N) gives N batches"
