@@ -73,6 +73,7 @@ def commands() -> Mapping[str, Row]:
 def main(argv: Sequence[str], *, is_this_process: bool = False) -> int:
     """Run the command line ``argv``; the exit code. ``is_this_process``: no other program has called this."""
     try:
+        _refuse_lost_folder()
         name, words = split_command(list(argv))
         if name == "train" and is_this_process:
             return _train(words)
@@ -92,6 +93,14 @@ def main(argv: Sequence[str], *, is_this_process: bool = False) -> int:
         # The reader of our output is gone; keep the interpreter from flushing into it at exit.
         sys.stdout = None
         return ExitCode.FAILED
+
+
+def _refuse_lost_folder() -> None:
+    """Raise BadInputError where the shell's folder was removed, as by a script that makes it again."""
+    try:
+        os.getcwd()  # noqa: PTH109 - pathlib takes 5 ms
+    except FileNotFoundError as error:
+        raise BadInputError("working folder", "", "is gone: cd to one that exists") from error
 
 
 def _train(words: list[str]) -> int:

@@ -81,8 +81,8 @@ class ProgramBeside:
     def finish(self, *, is_cut_short: Callable[[], bool]) -> None:
         """All ranks have ended: wait for what is owed, unless that is cut short."""
 
-    def end(self, exit_code: int) -> None:
-        """The last event is written: end its programs."""
+    def end(self, exit_code: int, *, is_cut_short: Callable[[], bool]) -> None:
+        """The last event is written: end its programs; what they have left to do may be cut short."""
 
 
 def programs(around: OfScreen) -> tuple[ProgramBeside, ...]:

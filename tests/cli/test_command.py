@@ -7,7 +7,7 @@ from importlib import import_module
 import pytest
 
 from ddp_runner.cli.command import Arguments, SmallCommand
-from ddp_runner.cli.commands import commands
+from ddp_runner.cli.commands import commands, main
 from ddp_runner.core.settings.declaration import Option
 from ddp_runner.kernel.rules.errors import BadInputError
 
@@ -62,3 +62,15 @@ def test_what_was_not_declared_is_refused(words, reported):
     """In a line that names it."""
     with pytest.raises(BadInputError, match=reported):
         declared().parse(words)
+
+
+@pytest.mark.parametrize("words", [["--dry-run"], ["report"]])
+def test_a_working_folder_that_is_gone_is_one_line(tmp_path, monkeypatch, capsys, words):
+    """A shell stays in it, also where a folder of that name is there again."""
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert main(words) == 2
+    said = "ddp_runner: error: working folder: is gone: cd to one that exists\n"
+    assert capsys.readouterr().err == said

@@ -131,6 +131,7 @@ def test_batches_take_no_room_in_shared_memory():
     assert done.returncode == 0, done.stderr
     assert "/dev/shm has 0.0 MB free of 0.2 MB" in done.stdout
     assert "loading in the rank itself" in done.stdout
+    assert "Traceback" not in done.stderr  # of torch, of what it had not begun
 
 
 def test_a_worker_lets_go_of_the_devices_that_its_rank_has_opened(tmp_path):

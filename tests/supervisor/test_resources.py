@@ -1,8 +1,10 @@
-"""What the supervisor removes where a run has ended."""
+"""What the supervisor holds for a run, and removes where it has ended."""
 
 from __future__ import annotations
 
-from ddp_runner.kernel.processes.resources import remove_temporary_files
+import math
+
+from ddp_runner.kernel.processes.resources import BoardMemory, remove_temporary_files
 from tests.temporaries import of_a_dead_writer
 
 
@@ -21,3 +23,10 @@ def test_a_folder_that_cannot_be_read_stops_no_end(tmp_path):
     in_its_place = tmp_path / "checkpoints"
     in_its_place.touch()
     assert remove_temporary_files(in_its_place) == []
+
+
+def test_a_loss_that_nobody_has_reported_is_no_zero():
+    """A loop need not report one; status.json and the page then have none."""
+    memory = BoardMemory(2)
+    assert all(math.isnan(memory.board.slot(rank).read().loss) for rank in range(2))
+    memory.close()

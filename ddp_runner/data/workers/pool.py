@@ -380,6 +380,8 @@ class _Iterator(_MultiProcessingDataLoaderIter):
     death is seen on the sentinels instead, where it cannot be mistaken for anything else.
     """
 
+    _shutdown = True  # until torch has something to end, or its __del__ prints a traceback
+
     def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
         # Here and not once the iterator is made: this hands out the first batches, of which a
         # worker may die at once.

@@ -59,7 +59,7 @@ def refuse_if_missing() -> None:
 
 def _listener(given: str, host: str) -> socket.socket:
     """A socket that listens there: who comes before the page is ready waits for it."""
-    if not given.isdigit() or not 1 <= int(given) <= 65_535:
+    if not given.isdecimal() or not 1 <= int(given) <= 65_535:
         raise BadInputError("--port", given, "must be a whole number from 1 to 65535")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from ddp_runner.kernel.processes.children import Ended
 from ddp_runner.kernel.processes.keeper import Keeper
+from ddp_runner.kernel.rules.exits import ExitCode
 from ddp_runner.kernel.rules.helper_roles import DOUBLED_S, Role
 from ddp_runner.kernel.system.clock import Clock
 from ddp_runner.kernel.system.proc_state import stat_fields
@@ -24,8 +25,9 @@ TRACKER = Role(
     pauses_s=DOUBLED_S,
     lived_s=60.0,
     tries=10,
-    end_s=5.0,  # to write what is left
+    end_s=5.0,  # to write what is left, where a resume continues there
 )
+_COMPLETE_END_S = 60.0  # its program may still be importing, or its server be slow
 _POLL_S = 0.02
 
 
@@ -47,10 +49,12 @@ class TrackerKeeper(ProgramBeside):
         clock: Clock,
         say: Say,
         role: Role = TRACKER,
+        complete_end_s: float = _COMPLETE_END_S,
     ) -> None:
         self._log_dir = log_dir
         self._clock = clock
         self._say = say
+        self._complete_end_s = complete_end_s
         self._has_begun = False
         self._programs = Programs()
         self._keepers = [Keeper(replace(role, name=name), self._programs) for name in names]
@@ -92,23 +96,34 @@ class TrackerKeeper(ProgramBeside):
                     self._looked[name] = (changed_ns, link)
         return {name: link for name, (_, link) in self._looked.items() if link}
 
-    def end(self, exit_code: int) -> None:
-        """Have each write what is left; none is waited for longer than its role allows."""
+    def end(self, exit_code: int, *, is_cut_short: Callable[[], bool]) -> None:
+        """Have each write what is left. A complete run waits longer: no resume will write it."""
         for keeper in self._keepers:
             self._find_dead(keeper)
         for program in map(self._programs.helper, self._roles):
             if program is not None:
                 program.send(f"end {exit_code}\n".encode())
-        began_s = time.monotonic()
+        is_complete = exit_code == ExitCode.DONE
+        later = "the rest is only in metrics.jsonl" if is_complete else "a resume continues there"
+        began_s, is_cut = time.monotonic(), False
         for role in self._roles:
             program = self._programs.helper(role)
             if program is None:
                 continue
-            while (is_alive := _lives(program.pid)) and time.monotonic() < began_s + role.end_s:
-                time.sleep(_POLL_S)
-            if is_alive:
+            if is_complete and not is_cut and not _ends(program.pid, by_s=began_s + role.end_s):
+                until_s = began_s + self._complete_end_s
                 self._say(
-                    f"{role.name} was not done within {role.end_s:g} s: a resume continues there"
+                    f"waiting for {role.name}, {self._complete_end_s:g} s at most; Ctrl-C skips it"
+                )
+                is_cut = not _ends(program.pid, by_s=until_s, is_cut_short=is_cut_short)
+            if not _ends(program.pid, by_s=began_s + role.end_s):
+                waited_s = time.monotonic() - began_s
+                self._say(f"{role.name} was not done within {waited_s:.1f} s: {later}")
+            elif how := _how_failed(program.pid):
+                self._say(
+                    f"the tracker {role.name} has ended: {how}, see {self._log_path(role.name)};"
+                    f" {later}",
+                    level="WARNING",
                 )
             self._programs.forget(role)
 
@@ -152,3 +167,24 @@ def _lives(pid: int) -> bool:
     """Return True if the process is there and has not ended; nobody reaps it meanwhile."""
     fields = stat_fields(pid)
     return bool(fields) and fields[0] not in ("Z", "X")
+
+
+def _ends(pid: int, *, by_s: float, is_cut_short: Callable[[], bool] = lambda: False) -> bool:
+    """Wait until a process has ended; False if it has not by then, or the wait is cut short."""
+    while _lives(pid):
+        if time.monotonic() >= by_s or is_cut_short():
+            return False
+        time.sleep(_POLL_S)
+    return True
+
+
+def _how_failed(pid: int) -> str:
+    """Return how a child ended that nobody has reaped; empty if it was successful."""
+    try:
+        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return ""
+    if ended is None or ended.si_status == 0:
+        return ""
+    what = "exit code" if ended.si_code == os.CLD_EXITED else "signal"
+    return f"{what} {ended.si_status}"

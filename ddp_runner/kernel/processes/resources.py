@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 import os
 import socket
@@ -98,6 +99,8 @@ class BoardMemory:
         self._memory = mmap.mmap(self.descriptor, 0)
         self._view = memoryview(self._memory)
         self.board = Board(self._view, slots)
+        for rank in range(slots):
+            self.board.slot(rank).set_loss(math.nan)  # a loop may never report one
 
     def close(self) -> None:
         """Unmap and close."""

@@ -161,17 +161,16 @@ def curves_figure(curves: Curves, marks: Sequence[Mark], look: Look) -> Figure:
             title=_title(names),
             domain=[top - room * 0.84, top],
         )
-        if (
-            names[0] in _BY_RANK
-        ):  # around a value that does not change there is room below zero, too
-            layout[f"yaxis{place + 2}"]["rangemode"] = "nonnegative"
+        drawn: list[Figure] = []
         for in_panel, name in enumerate(names):
             is_named = len(names) > 1 or name in _BY_RANK  # else the axis says it
             lines = _lines(curves, name, axis, look, origin_s, colour=_colour_of(name, in_panel))
             if is_named and name in _BY_RANK:  # each rank once, not in each panel
                 lines = [line | {"showlegend": line["legendgroup"] not in named} for line in lines]
                 named |= {line["legendgroup"] for line in lines}
-            data += lines if is_named else [line | {"showlegend": False} for line in lines]
+            drawn += lines if is_named else [line | {"showlegend": False} for line in lines]
+        layout[f"yaxis{place + 2}"]["rangemode"] = _range_mode(names[0], drawn)
+        data += drawn
     layout["xaxis"] = _axis(look, title="hours" if look.by_time else "step") | {
         "anchor": f"y{len(shown) + 1}" if shown else "y",
         "tickformat": "" if look.by_time else ",d",
@@ -184,6 +183,13 @@ def curves_figure(curves: Curves, marks: Sequence[Mark], look: Look) -> Figure:
         "layout": layout,
         "config": CONFIG,
     }
+
+
+def _range_mode(name: str, lines: Sequence[Figure]) -> str:
+    """Which part of its axis a panel shows: around a value that never changes plotly adds 1, so that 0.01 looks like 0."""
+    if len({y for line in lines for y in line["y"] if y is not None}) == 1:
+        return "tozero"
+    return "nonnegative" if name in _BY_RANK else "normal"
 
 
 CONFIG = {

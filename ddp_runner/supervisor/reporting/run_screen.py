@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 from ddp_runner.core.gpu_reading import Watched
@@ -196,15 +197,16 @@ class RunScreen:
             self._look_after_folders()
         if had_files:
             self._shown.tidy_up(has_successor=self._has_successor)
+        is_cut_short = partial(_is_interrupted, signals)
         for one in self._programs:
-            one.finish(is_cut_short=lambda: _is_interrupted(signals))
+            one.finish(is_cut_short=is_cut_short)
         self._shown.start.look(self._clock.monotonic())
         self._outputs.show_rest()
         self._say_ending(ending)
         record = summary(ending)
         self._recorder.record(ending.event)
         for one in self._programs:
-            one.end(int(ending.exit_code))
+            one.end(int(ending.exit_code), is_cut_short=is_cut_short)
         end_descendants(timeout_s=10.0)
         self._watch.close()
         self._outputs.finish(self._view(), self._with_use(record))

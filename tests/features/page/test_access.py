@@ -158,6 +158,7 @@ def test_runs_that_live_are_listed_first(tmp_path):
         (["-l", "gone"], "--log-dir=gone: no such folder"),
         (["--port", "no"], "--port=no: must be a whole number from 1 to 65535"),
         (["--port", "70000"], "--port=70000: must be"),
+        (["--port", "²"], "--port=²: must be"),
         (["--host", "no.such.host.invalid"], "--host=no.such.host.invalid: is no address"),
         (["--host", "192.0.2.1", "--port", "8123"], "--port=8123: cannot be taken on 192.0.2.1"),
     ],

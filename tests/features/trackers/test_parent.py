@@ -29,7 +29,7 @@ from tests.supervisor.simulated import Clock
 class Kept:
     """A keeper of one tracker over the files of a run in ``folder``; ``said`` is what it has shown."""
 
-    def __init__(self, folder, clock=None, *, name="csv", role=TRACKER):
+    def __init__(self, folder, clock=None, *, name="csv", role=TRACKER, **patience):
         self.said = []
         self.keeper = TrackerKeeper(
             [name],
@@ -37,7 +37,12 @@ class Kept:
             clock=clock or SYSTEM_CLOCK,
             say=lambda text, **_: self.said.append(text),
             role=role,
+            **patience,
         )
+
+    def end(self, *, exit_code=0, is_cut_short=lambda: False):
+        """The run has ended."""
+        self.keeper.end(exit_code, is_cut_short=is_cut_short)
 
     def ended(self, pid):
         """Reap it, as the supervisor does, and say so."""
@@ -68,7 +73,7 @@ def test_a_tracker_that_hangs_is_waited_for_only_at_the_end(files):
     for _ in range(100):
         kept.keeper.look()
         assert kept.keeper.links() == {"csv": str(files.folder / "metrics.csv")}
-    kept.keeper.end(0)
+    kept.end(exit_code=130)
     assert time.monotonic() - began_s < 5.0
     assert kept.said[-1] == "csv was not done within 0.2 s: a resume continues there"
     assert kept.keeper.outlasts() == set()
@@ -78,9 +83,47 @@ def test_a_tracker_that_hangs_is_waited_for_only_at_the_end(files):
     again = Kept(files.folder)
     again.keeper.look()
     (pid,) = again.keeper.outlasts()
-    again.keeper.end(0)
+    again.end()
     os.waitpid(pid, 0)
     assert rows(files.folder) == stands(files.folder)
+
+
+def test_a_complete_run_waits_longer_for_its_trackers(files):
+    """Run again it is complete at once, so nothing would write what is missing. Ctrl-C skips the wait."""
+    kept = Kept(files.folder, role=replace(TRACKER, end_s=0.1), complete_end_s=30.0)
+    kept.keeper.look()
+    (pid,) = kept.keeper.outlasts()
+    poll(kept.keeper.links, what="its file", timeout_s=30.0)
+    os.kill(pid, signal.SIGSTOP)
+    files.steps(4, 6)
+
+    def is_cut_short():
+        if kept.said[-1].startswith("waiting"):
+            os.kill(pid, signal.SIGCONT)
+        return False
+
+    kept.end(is_cut_short=is_cut_short)
+    os.waitpid(pid, 0)
+    assert kept.said[-1] == "waiting for csv, 30 s at most; Ctrl-C skips it"
+    assert rows(files.folder) == stands(files.folder)
+
+
+def test_a_tracker_that_fails_at_the_end_is_a_line(files):
+    """It was taken for one that had written all."""
+    kept = Kept(files.folder, role=replace(TRACKER, end_s=0.1))
+    kept.keeper.look()
+    (pid,) = kept.keeper.outlasts()
+    os.kill(pid, signal.SIGSTOP)
+
+    def is_cut_short():
+        os.kill(pid, signal.SIGKILL)
+        return False
+
+    kept.end(is_cut_short=is_cut_short)
+    os.waitpid(pid, 0)
+    log = files.folder / "tracker_csv.log"
+    rest = "the rest is only in metrics.jsonl"
+    assert kept.said[-1] == f"the tracker csv has ended: signal 9, see {log}; {rest}"
 
 
 @pytest.mark.parametrize(
@@ -110,7 +153,7 @@ def test_a_tracker_on_a_full_disk_goes_on_once_there_is_room(tmp_path, name, rea
         clock.now_s += TRACKER.pauses_s[0]
         kept.keeper.look()
         (pid,) = kept.keeper.outlasts()
-        kept.keeper.end(0)
+        kept.end()
         os.waitpid(pid, 0)
         assert read(files.folder) == expected(files.folder)
 
@@ -132,7 +175,7 @@ def test_a_tracker_that_cannot_start_is_given_up(tmp_path):
     assert "the run continues without it" in kept.said[-1]
     clock.now_s += 1_000_000.0
     kept.keeper.look()
-    kept.keeper.end(0)
+    kept.end()
     assert len(kept.said) == int(TRACKER.tries)
     again = Kept(tmp_path / "logs", clock=clock)
     again.keeper.look()

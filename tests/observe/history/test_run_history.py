@@ -302,6 +302,17 @@ def test_figures_share_panels_and_need_no_tags():
     json.dumps(figure, allow_nan=False)
 
 
+def test_a_rate_that_never_changes_is_not_drawn_as_zero():
+    """Around a single value plotly takes one more and one less, so 0.01 was seen as 0."""
+    curves = Curves()
+    curves.add([point(step, learning_rate=0.01, loss=1 / step) for step in (1, 2)])
+    layout = curves_figure(curves, [], Look())["layout"]
+    modes = {
+        one["title"]["text"]: one.get("rangemode") for one in (layout["yaxis2"], layout["yaxis3"])
+    }
+    assert modes == {"loss": "normal", "learning rate": "tozero"}
+
+
 def test_panels_stand_in_the_order_in_which_people_look():
     """Losses, evaluations, the rate, the throughput; a counter that only grows is no curve."""
     names = [
