@@ -532,7 +532,7 @@ def test_a_compiled_loop_is_repaired_and_survivors_compile_nothing_again(tmp_pat
     """Where a rank is replaced, and where a step is begun again: a process compiles each graph once."""
     plant(tmp_path, r1_s7_backward=KILL, r1_s13_forward=RAISE, r0_s20_update=KILL)
     with run_loop(tmp_path, "--compile") as run:
-        assert_as_if_nothing_happened(run, tmp_path, fault_free("--compile"), repaired=3)
+        assert_as_if_nothing_happened(run, tmp_path, fault_free(), repaired=3)
         first = next(one["pid"] for one in run.events("rank_formed") if one["rank"] == 0)
     compiled = re.findall(r"compiled by (\d+) at (\d+)", run.console)
     of_rank_0 = [int(step) for pid, step in compiled if int(pid) == first]
