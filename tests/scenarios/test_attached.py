@@ -34,12 +34,13 @@ def run_loop(folder, *words, world=2, options=(), loop=CLASSIFIER, **how):
 
     Without a word about it, a rank that a busy machine does not run for some seconds is no hang.
     """
-    if "--compile" in words:  # two seconds, once instead of in each rank and each replacement
-        options = (
-            *options,
-            "--preload",
-            "torch._inductor.compile_fx,torch._inductor.codegen.cpp,torch._inductor.cpp_builder,torch._inductor.async_compile",
+    if (
+        "--compile" in words
+    ):  # what a backend of one's own needs, once instead of in each rank and each replacement
+        needed = (
+            "torch._inductor.codecache,torch._inductor.sizevars,torch._dynamo.backends.inductor"
         )
+        options = (*options, "--preload", needed)
     return Run(
         folder,
         *("-l", Path(folder) / "logs", "-c", Path(folder) / "checkpoints"),
