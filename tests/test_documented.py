@@ -29,8 +29,8 @@ _EXAMPLE = re.compile(r"^    (\./launch_training\.sh .*)$", re.MULTILINE)
 _SAVED = "saved as "
 _NOT_RUN = "not run: "
 _RUN_BY = "run by "
-# A few steps of each run, of a small model where the task is built in; the command line, and what it means,
-# stay as they are written.
+# A few steps of each run, of a small model where the task is built in, without a process that stands by; the command
+# line, and what it means, stay as they are written.
 SHORT = {
     "DDP_RUNNER_RUN__MAX_STEPS": "6",
     "DDP_RUNNER_RUN__DEVICE": "cpu",
@@ -38,6 +38,7 @@ SHORT = {
     "DDP_RUNNER_MODEL__HIDDEN_SIZE": "64",
     "DDP_RUNNER_MODEL__NUM_LAYERS": "1",
     "DDP_RUNNER_MODEL__SEQ_LEN": "16",
+    "DDP_RUNNER_RECOVERY__WARM_SPARE": "false",
 }
 
 

@@ -11,6 +11,7 @@ from ddp_runner.config import (
     difference,
     digest,
     from_flat,
+    identity,
     recipe,
     resolve,
     resume_key,
@@ -181,6 +182,28 @@ def test_written_settings_and_their_digest_have_no_secret_and_need_it_again():
         from_flat(read)
     read["task"]["api_key"] = "hunter2"
     assert from_flat(read) == one
+
+
+ODD_VALUES = (
+    "word " * 60,
+    "é " * 60,
+    "two\nlines\n",
+    "on",
+    "1e-3",
+    "01:20",
+    " a: #b ",
+    "\x07",
+    [0.1, {"a": None}],
+)
+
+
+def test_settings_are_written_alike_where_pyyaml_has_no_libyaml(monkeypatch):
+    """And are read again as they were."""
+    asked = from_flat({f"task.value_{number}": one for number, one in enumerate(ODD_VALUES)})
+    text = to_yaml(asked)
+    assert from_flat(yaml.safe_load(text)) == asked
+    monkeypatch.setattr(identity, "_DUMPER", yaml.SafeDumper)
+    assert to_yaml(asked) == text
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import IO
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from ddp_runner.checkpoint.catalog import Catalog
 from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.kernel.rules.faults import FaultError, FaultKind
 from ddp_runner.kernel.system.disk import RealDisk
+from tests import ready
 from tests.disks import small_disk
 
 from .states import save, steps_in
@@ -36,26 +38,35 @@ class Kill:
     then_s: float
 
 
+@dataclass(frozen=True)
+class Saver:
+    """The ways to and from a process that forks savers."""
+
+    stdin: IO[str]
+    stdout: IO[str]
+
+
 # One test process has all of these tests, and starts it once.
 pytestmark = pytest.mark.xdist_group("saver")
 
 
 @pytest.fixture(scope="module")
 def saver():
-    """A process that forks savers; it ends when its stdin closes."""
-    process = subprocess.Popen(
-        [sys.executable, str(Path(__file__).with_name("saving_process.py"))],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    with process:
-        assert process.stdout.readline() == "ready\n"
-        yield process
-        process.stdin.close()
-        process.wait(timeout=100)
-    assert process.returncode == 0
+    """A process that forks savers, and is a fork of the ready one; it ends when its stdin closes."""
+    given, stdin = os.pipe()
+    stdout, output = os.pipe()
+    program = [str(Path(__file__).with_name("saving_process.py"))]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with open(stdin, "w") as stdin, open(stdout) as stdout, open(output, "wb") as output:  # noqa: PTH123 - pipes
+        process = ready.shared().start(
+            program, cwd=ROOT, output=output, env=env, program_stdin=given
+        )
+        os.close(given)
+        output.close()
+        assert stdout.readline() == "ready\n"
+        yield Saver(stdin, stdout)
+        stdin.close()
+        assert process.wait(timeout=100) == 0
 
 
 def _until_ended(saver, mode: str, directory: Path, *, kill: Kill | None) -> list[str]:
@@ -206,13 +217,15 @@ raise ValueError("the script ends here")
 
 def test_a_script_that_ends_by_an_error_still_finishes_its_last_save(tmp_path):
     """The interpreter waits for the saving thread, which needs nothing that is closed by then."""
+    script, saved = tmp_path / "script.py", tmp_path / "saved"
+    script.write_text(SCRIPT, encoding="utf-8")
     ended = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        [sys.executable, script, saved],
+        env={**os.environ, **ready.environment(programs=True), ready.WHOLE_END: "1"},
         capture_output=True, text=True, check=False, timeout=200,
     )  # fmt: skip
     assert ended.returncode == 1
     assert ended.stderr.splitlines()[-1] == "ValueError: the script ends here"
-    loaded = CheckpointStore(tmp_path, keep_last=1).load()
+    loaded = CheckpointStore(saved, keep_last=1).load()
     assert loaded.manifest.step == 7
-    assert list(tmp_path.glob(".*")) == []
+    assert list(saved.glob(".*")) == []

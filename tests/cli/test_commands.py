@@ -262,6 +262,7 @@ def test_names_of_files_are_utf8_in_every_locale(tmp_path):
     folder.mkdir()
     (folder / "tâsk.py").write_text(_TASK_BEYOND_ASCII, encoding="utf-8")
     words = ["--task", "tâsk.py:Täsk", "--max-steps", "2", "-n", "1"]
+    words += ["num_workers=0", "recovery.warm_spare=false", "recovery.drill_at=off"]
     trained = command("train", *words, cwd=folder, **locale)
     assert trained.returncode == 0, trained.stdout + trained.stderr
     for line in (["checkpoints", "list"], ["report"]):

@@ -33,7 +33,7 @@ def test_more_ranks_begin_a_new_epoch_far_into_a_run():
     """Far into a run as well: they begin a new epoch, and each of theirs is as long as their shards are."""
     lengths = [8] * 12
     loaders, group, _ = begin(2, lengths)
-    far = loaders[0]._source.cut.order.steps_per_epoch * 3000 + 4
+    far = loaders[0]._source.cut.order.steps_per_epoch * 300 + 4
     for loader in loaders:
         loader.take(far)
     group.do(lambda rank, one: loaders[rank].gather(one, step=far + 1))

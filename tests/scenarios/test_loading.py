@@ -112,7 +112,7 @@ def test_a_slow_sample_is_no_fault(tmp_path, fault_free, workers):
 
 def test_a_bad_sample_is_replaced_in_every_life_of_the_run(tmp_path):
     """The same stand-in with or without faults and a resume, found once, reported as not exact."""
-    steps = ("--max-steps", 60)
+    steps = ("--max-steps", 48)
     calm = finish(tmp_path / "calm", *QUICK, NO_SPARE, *steps, *BAD, *DRAWN)
     asked = (1, 8)  # the other one may come in the same step, on the other rank
     record, other = sorted(

@@ -18,6 +18,7 @@ from ddp_runner.__main__ import main
 from ddp_runner.features.demo.check import KILLS
 from tests import ready
 from tests.processes import poll
+from tests.scenarios.conftest import NO_SPARE
 from tests.scenarios.harness import MARK
 from tests.scenarios.leftovers import processes_with
 
@@ -88,9 +89,8 @@ def test_all_holds_of_a_sound_task(start, tmp_path):
 @pytest.mark.timeout(600)
 def test_what_a_replacement_cannot_know_is_found(start, tmp_path):
     """State in a global of the module: the row says no, exit 1, and the folder is kept to look at."""
-    check = start(
-        "--task", FORGETFUL, "--max-steps", "20", "num_workers=0", command=("-c", _ONE_KILL)
-    )
+    words = ("--task", FORGETFUL, "--max-steps", "20", "num_workers=0", NO_SPARE)
+    check = start(*words, command=("-c", _ONE_KILL))
     text, errors = check.communicate(timeout=DEADLINE_S)
     assert check.returncode == 1, text + errors
     assert re.search(r"a rank killed in forward +NO +\d", text)
@@ -106,9 +106,8 @@ def test_what_a_replacement_cannot_know_is_found(start, tmp_path):
 def test_a_loop_is_checked_with_its_own_arguments(start, tmp_path):
     """Its length is its own, and words behind the file are the program's; a counter in a library of its is found."""
     loop = SCENARIOS / "loops" / "drilled.py"
-    check = start(
-        "--loop", str(loop), "--steps", "24", "--hidden", command=("-c", _ONE_KILL), batch=()
-    )
+    words = (NO_SPARE, "--loop", str(loop), "--steps", "24", "--hidden")
+    check = start(*words, command=("-c", _ONE_KILL), batch=())
     text, errors = check.communicate(timeout=DEADLINE_S)
     assert check.returncode == 1, text + errors
     assert re.search(r"a rank killed in forward +NO +\d", text)

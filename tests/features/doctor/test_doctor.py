@@ -75,7 +75,7 @@ def mark(monkeypatch):
         return [process for process in others if is_marked(process)]
 
     yield marked
-    poll(lambda: not marked(), what="the end of all that was started", timeout_s=20.0)
+    poll(lambda: not marked(), what="the end of all that was started", timeout_s=20.0, every_s=0.05)
 
 
 def _probe(how, *, limit_s=30.0, module="failing_probe"):
@@ -151,10 +151,11 @@ def test_nothing_outlives_a_doctor_that_is_ended(mark, number):
         poll(
             lambda: any(p.status() == psutil.STATUS_STOPPED for p in mark()),
             what="the rank that stops itself",
+            every_s=0.05,  # a look at every process of the machine
         )
         process.send_signal(number)
         assert process.wait(timeout=20) != 0
-    poll(lambda: not mark(), what="the end of its ranks", timeout_s=20.0)
+    poll(lambda: not mark(), what="the end of its ranks", timeout_s=20.0, every_s=0.05)
 
 
 def test_gpus_and_backend_are_chosen_as_training_chooses_them(monkeypatch, capsys):

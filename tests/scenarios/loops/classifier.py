@@ -50,6 +50,7 @@ def main():
     optimizer = torch.optim.AdamW(body.parameters(), lr=1e-2)
     others = {"second": torch.optim.SGD(model[-1].parameters(), lr=0.1, momentum=0.9)}
     others = others if args.two else {}
+    bare = model
     scheduler = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
     scaler = torch.amp.GradScaler(run.device.type, enabled=args.fp16, init_scale=2.0**20)
     if args.compile:
@@ -152,7 +153,7 @@ def main():
         unfreeze("behind")
         harm(run, "between")
     if run.is_first:
-        kept = {"model": model, "ema": ema, "scheduler": scheduler, "scaler": scaler}
+        kept = {"model": bare, "ema": ema, "scheduler": scheduler, "scaler": scaler}
         torch.save({name: one.state_dict() for name, one in kept.items()}, "final.pt")
         print("evaluated", len(seen))
 

@@ -17,13 +17,13 @@ from tests import ready
 from tests.features.machines.whole_runs.conftest import SETTINGS, TOKEN
 from tests.features.machines.whole_runs.test_majority import LEADS
 from tests.features.machines.whole_runs.test_scripts import NAMES, SCRIPT, began
-from tests.processes import poll
 from tests.scenarios.harness import (
     HURRY_NAME,
     NO_DRILLS,
     ONE_THREAD,
     ROOT,
     WORKLOAD,
+    poll,
     processes_with,
 )
 
