@@ -291,6 +291,9 @@ class _InPlace(_Plain):
         assert source is not None, "it is trained on"
         loader.begin()
         self._is_left, epoch = True, None
+        is_drawn = (
+            self._batches is not None
+        )  # by epochs(), before the program's code at the begin of an epoch
         try:
             while (batches := self._draw()) is not None:
                 if epoch is None:
@@ -298,7 +301,8 @@ class _InPlace(_Plain):
                 if run.step_number // len(source) != epoch:  # of an older state, on all ranks
                     break
                 is_end = (run.step_number + 1) % len(source) == 0
-                self._begin_step()
+                self._begin_step(is_drawn=is_drawn)
+                is_drawn = False
                 for self._micro, batch in enumerate(batches, start=1):
                     self._is_last = self._micro == len(batches)
                     loader.end_of_dataloader = is_end and self._is_last
@@ -326,11 +330,13 @@ class _InPlace(_Plain):
             self._draws = Draws(_run().device) if self._batches is not None else None
         return self._batches
 
-    def _begin_step(self) -> None:
+    def _begin_step(self, *, is_drawn: bool = False) -> None:
         assert self._draws is not None, "of the batch"
         self._draws.put_back()
         self._batches = self._draws = None
-        _run().begin_step()
+        # A batch that epochs() has drawn came before the program's code at the begin of an epoch, such as net.train(),
+        # which does not run again if this step is repeated.
+        _run().begin_step(keeps=is_drawn)
         self._is_in_step, self.has_evaluated, self._loss = True, False, 0.0
         self.gradient_state._set_sync_gradients(True)  # noqa: SLF001 - accumulate() says more
         if _run().step_number == 0:

@@ -111,6 +111,9 @@ def main():
         },
         f"final_{accelerator.process_index}.pt",
     )
+    # Else DDP goes last, with the process group: that waits under the GIL for a thread of gloo's, which may wait for it.
+    del net
+    accelerator.free_memory()
     accelerator.end_training()
 
 

@@ -128,7 +128,6 @@ def test_kills_at_random_moments(tmp_path, model, ranks, kills):
     print(sorted(one["seconds"]["total"] for one in summary["faults"]))
 
 
-@pytest.mark.slow
 @pytest.mark.whole_run
 @pytest.mark.timeout(600)
 def test_a_loop_without_accumulate_is_repaired_stopped_and_resumed(tmp_path):
@@ -239,6 +238,26 @@ def test_the_repeated_first_body_is_counted_once_and_accumulated_as_ever(alone):
     assert plain[1] == 8
     assert len(saved) == 8
     assert json.loads(Path("at_8", ours._MARK).read_text()) == {"step": 8}
+
+
+def test_what_is_done_at_the_begin_of_an_epoch_outlives_a_repeated_body(alone):
+    """Such as net.train() and a learning rate: the first body of a launch is repeated, and this code is not."""
+    accelerator = ours._InPlace(cpu=True)
+    net = nn.Linear(3, 1).eval()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    loader = DataLoader(TensorDataset(torch.ones(4, 3)), batch_size=2)
+    net, optimizer, loader = accelerator.prepare(net, optimizer, loader)
+    seen = []
+    for epoch in accelerator.epochs(2):
+        net.train()
+        optimizer.param_groups[0]["lr"] = 0.1 + epoch
+        for (batch,) in loader:
+            seen.append((epoch, net.training, optimizer.param_groups[0]["lr"]))
+            accelerator.backward(net(batch).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        net.eval()
+    assert seen == [(0, True, 0.1)] * 3 + [(1, True, 1.1)] * 2  # one body twice
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])

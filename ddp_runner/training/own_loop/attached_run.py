@@ -397,11 +397,12 @@ class AttachedRun:
         """Return a context for the body of one optimizer step, which repairs faults and repeats the step."""
         return _Block(self)
 
-    def begin_step(self) -> None:
+    def begin_step(self, *, keeps: bool = False) -> None:
         """Begin the body of the step whose batch :meth:`steps` has given last.
 
-        With :meth:`end_step` and :meth:`fail_step` it does what ``with run.step():`` does, for a loop that is
-        not yours and only calls hooks. Raises BadInputError within a step, and where no batch was given.
+        With :meth:`end_step` and :meth:`fail_step` it does what ``with run.step():`` does, for a loop that is not yours and
+        only calls hooks. ``keeps``: the loop has run code since that batch, and does not run it again if the step is repeated.
+        Raises BadInputError within a step, and where no batch was given.
         """
         if self._is_in_body:
             raise misuse("a step begins within another one: run.end_step() comes first")
@@ -410,8 +411,10 @@ class AttachedRun:
                 "run.step() needs a batch, and so does run.begin_step():"
                 " for batch in run.steps(...): with run.step(): ..."
             )
-        assert self._engine is not None, "there are steps"
+        assert self._engine is not None and self._state is not None, "there are steps"  # noqa: PT018 - one fact
         self._is_given = False
+        if keeps:
+            self._state.keep_between()
         self._client.steps.begin_body(self._engine.in_hand.votes)
 
     def end_step(self) -> None:

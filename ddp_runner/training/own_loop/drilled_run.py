@@ -101,8 +101,9 @@ class DrilledRun(AttachedRun):
     def join(self) -> None:
         """Do nothing: the state comes with the batch."""
 
-    def begin_step(self) -> None:
-        """Begin the body of the step."""
+    def begin_step(self, *, keeps: bool = False) -> None:
+        """Begin the body of the step, which is not repeated."""
+        del keeps
         if self._lone is None or self._is_inside:
             raise misuse("run.step() needs a batch, and so does run.begin_step()")
         self._is_inside = True
