@@ -584,7 +584,7 @@ MUTATIONS = (
     _break("superseded-writes-nothing", "self._files.status.is_anothers", "False"),
     _break("taken-over-is-repaired", "replaced = self._without_memory()", "return"),
     _break("one-budget", "[before] * heir.restarts", "[]"),
-    _break("memory-is-saved", "return bool(ready)", "return False"),
+    _break("memory-is-saved", "return True", "return False"),
     # what each rank has of its own
     _break("built-as-known", "known = tracing.used", "known = None"),
     _break("local-sealed-last", "self.clear()", "pass", after="os.strerror(errno.EFBIG))"),
