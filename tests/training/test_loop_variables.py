@@ -43,6 +43,7 @@ class Loop:
         return LoopVariables(
             is_kept=lambda value: any(value is one for one in (self, *self.kept)),
             modules=[one for one in self.kept if isinstance(one, torch.nn.Module)],
+            epochs=lambda: {(self.step_number - n) // STEPS for n in (0, 1)},
         )
 
     def keep(self, **objects):
@@ -700,6 +701,18 @@ def test_a_loop_over_a_generator_of_the_program_is_read(tmp_path):
     calm = source.replace("n += 1", "n = run.step_number")
     (tmp_path / "calm").mkdir()
     assert names_found(tmp_path / "calm", calm) == []
+
+
+IN_EPOCHS = (
+    "seen = 0\nfor epoch in range(3):\n    for batch in run.steps(loader):\n        with run.step():\n"
+    "            (net(batch) * 0.5**{name}).sum().backward()\n    seen += 1"
+)
+
+
+@pytest.mark.parametrize(("name", "found"), [("epoch", []), ("seen", ["seen"])])
+def test_the_number_of_an_epoch_that_a_loop_gives_is_known(tmp_path, name, found):
+    """As accelerator.epochs() gives it in a new process too; control: a count of the program's own, which begins at 0."""
+    assert names_found(tmp_path, IN_EPOCHS.format(name=name)) == found
 
 
 def test_a_long_list_of_numbers_is_looked_at_whole(tmp_path):

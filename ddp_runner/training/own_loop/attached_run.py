@@ -291,6 +291,7 @@ class AttachedRun:
             is_kept=lambda value: _is_kept(value, kept),
             functions=lambda: [one.call for one in self._loop.recurring],
             modules=self._loop.kept.modules.values(),
+            epochs=lambda: {parts.workload.length.epoch_of(self.step_number - n) for n in (0, 1)},
         )
         held = HeldValues(
             lambda: (

@@ -12,7 +12,7 @@ import linecache
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -52,6 +52,16 @@ def sets_late(frame: FrameType | None) -> bool:
     return is_late or sets_late(_taker_of(frame))
 
 
+def _set_by_heads(tree: ast.Module) -> set[str]:
+    """Return the names that nothing but the head of a ``for`` sets, which gives them all of what it takes."""
+    nodes = [*ast.walk(tree)]
+    heads = [one.target for one in nodes if isinstance(one, ast.For)]
+    whole = Counter(one.id for one in heads if isinstance(one, ast.Name))
+    names = (one for one in nodes if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store))
+    stored = Counter(one.id for one in names)
+    return {name for name, count in whole.items() if count == stored[name]}
+
+
 def _tree_of(frame: FrameType) -> ast.Module | None:
     try:
         return ast.parse("".join(linecache.getlines(frame.f_code.co_filename, frame.f_globals)))
@@ -63,7 +73,8 @@ class LoopVariables:
     """The variables of one process's loop.
 
     ``is_kept``: says which objects are kept, and so are no variables. ``functions``: returns those that run between steps.
-    ``modules``: the kept ones; an average or a copy of the weights of one is named even if it affects no step.
+    ``modules``: the kept ones; an average or a copy of the weights of one is named even if it affects no step. ``epochs``:
+    returns the numbers of the epochs of the newest step and of the next one.
     """
 
     def __init__(
@@ -72,8 +83,14 @@ class LoopVariables:
         is_kept: Callable[[Any], bool],
         functions: Callable[[], Iterable[Any]] = lambda: (),
         modules: Iterable[nn.Module] = (),
+        epochs: Callable[[], Collection[int]] = lambda: (),
     ) -> None:
         self._is_kept = is_kept
+        self._epochs = epochs
+        self._heads: set[str] = set()  # names that only the heads of loops set
+        self._of_epoch: set[str] = (
+            set()
+        )  # of these, those that had the number of the epoch at each look
         self._modules = list(modules)
         shapes = (Counter(_shapes(module.parameters())) for module in self._modules)
         # By module, how many parameters there are of each shape.
@@ -107,7 +124,9 @@ class LoopVariables:
         found = self._look(frame)
         if (around := _taker_of(frame)) is not None:
             if self._around is None:
-                self._around = LoopVariables(is_kept=self._is_kept, modules=self._modules)
+                self._around = LoopVariables(
+                    is_kept=self._is_kept, modules=self._modules, epochs=self._epochs
+                )
             found += self._around.look(around)
         return found
 
@@ -125,6 +144,9 @@ class LoopVariables:
             is_fixed = self._is_fixed(value)
             if value is _NOTHING or (is_fixed and not one.is_rebound):
                 continue
+            if not one.counts and self._is_of_epoch(name, value):
+                self._looks[name] = _same(value)
+                continue
             before = self._looks.get(name)
             is_read_on = one.is_whole and isinstance(value, Iterator)
             is_whole = one.is_whole and not is_fixed
@@ -139,6 +161,18 @@ class LoopVariables:
             if one.name.rpartition(".")[0] not in names_found
         ]
 
+    def _is_of_epoch(self, name: str, value: Any) -> bool:
+        """Return True if the name has the number of the epoch, and had it at each look: a new process has it as well.
+
+        Not of a count that the program makes by itself, which is too low in a process that begins amid the run.
+        """
+        is_number = name in self._heads and type(value) is int and value in self._epochs()
+        if is_number and (name in self._of_epoch or name not in self._looks):
+            self._of_epoch.add(name)
+            return True
+        self._of_epoch.discard(name)
+        return False
+
     def _read(self, frame: FrameType, names: _Names) -> dict[str, Carried]:
         """The names that may carry something, by the source of the loop; none where that is not there."""
         path, tree = frame.f_code.co_filename, _tree_of(frame)
@@ -146,6 +180,7 @@ class LoopVariables:
         if tree is None or loop is None:
             return {}
         self._functions[path] = _functions_in(tree)
+        self._heads = _set_by_heads(tree)
 
         def find(name: str) -> Resolved:
             parts = name.split(".")
