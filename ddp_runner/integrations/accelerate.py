@@ -291,9 +291,7 @@ class _InPlace(_Plain):
         assert source is not None, "it is trained on"
         loader.begin()
         self._is_left, epoch = True, None
-        is_drawn = (
-            self._batches is not None
-        )  # by epochs(), before the program's code at the begin of an epoch
+        is_drawn = self._batches is not None  # by epochs()
         try:
             while (batches := self._draw()) is not None:
                 if epoch is None:
@@ -334,7 +332,7 @@ class _InPlace(_Plain):
         assert self._draws is not None, "of the batch"
         self._draws.put_back()
         self._batches = self._draws = None
-        # A batch that epochs() has drawn came before the program's code at the begin of an epoch, such as net.train(),
+        # A batch that epochs() has drawn came before the program's code at the start of an epoch, such as net.train(),
         # which does not run again if this step is repeated.
         _run().begin_step(keeps=is_drawn)
         self._is_in_step, self.has_evaluated, self._loss = True, False, 0.0

@@ -240,7 +240,7 @@ def test_the_repeated_first_body_is_counted_once_and_accumulated_as_ever(alone):
     assert json.loads(Path("at_8", ours._MARK).read_text()) == {"step": 8}
 
 
-def test_the_begin_of_an_epoch_outlives_a_repeated_body(alone):
+def test_the_start_of_an_epoch_outlives_a_repeated_body(alone):
     """Such as net.train() and a learning rate: the first body of a launch is repeated, and this code is not."""
     accelerator = ours._InPlace(cpu=True)
     net = nn.Linear(3, 1).eval()

@@ -34,9 +34,8 @@ def run_loop(folder, *words, world=2, options=(), loop=CLASSIFIER, **how):
 
     Without a word about it, a rank that a busy machine does not run for some seconds is no hang.
     """
-    if (
-        "--compile" in words
-    ):  # what a backend of one's own needs, once instead of in each rank and each replacement
+    if "--compile" in words:
+        # What a backend of one's own needs, once instead of in each rank and each replacement.
         needed = (
             "torch._inductor.codecache,torch._inductor.sizevars,torch._dynamo.backends.inductor"
         )

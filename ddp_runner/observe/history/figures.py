@@ -186,7 +186,7 @@ def curves_figure(curves: Curves, marks: Sequence[Mark], look: Look) -> Figure:
 
 
 def _range_mode(name: str, lines: Sequence[Figure]) -> str:
-    """Return the range of a panel's axis: around a value that never changes plotly adds 1, so that 0.01 looks like 0."""
+    """Return plotly's rangemode of a panel: around a value that never changes plotly adds 1, so that 0.01 looks like 0."""
     if len({y for line in lines for y in line["y"] if y is not None}) == 1:
         return "tozero"
     return "nonnegative" if name in _BY_RANK else "normal"

@@ -412,7 +412,8 @@ class AttachedRun:
                 "run.step() needs a batch, and so does run.begin_step():"
                 " for batch in run.steps(...): with run.step(): ..."
             )
-        assert self._engine is not None and self._state is not None, "there are steps"  # noqa: PT018 - one fact
+        assert self._engine is not None, "there are steps"
+        assert self._state is not None, "as above"
         self._is_given = False
         if keeps:
             self._state.keep_between()

@@ -88,9 +88,8 @@ class LoopVariables:
         self._is_kept = is_kept
         self._epochs = epochs
         self._heads: set[str] = set()  # names that only the heads of loops set
-        self._of_epoch: set[str] = (
-            set()
-        )  # of these, those that had the number of the epoch at each look
+        # Of these, those that had the number of the epoch at each look.
+        self._of_epoch: set[str] = set()
         self._modules = list(modules)
         shapes = (Counter(_shapes(module.parameters())) for module in self._modules)
         # By module, how many parameters there are of each shape.
