@@ -6,6 +6,7 @@ Each is declared in its module, which is imported when it is asked for. Features
 from __future__ import annotations
 
 import difflib
+import errno
 import os
 import shutil
 import sys
@@ -22,6 +23,9 @@ from ddp_runner.observe.terminal import fitted
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +83,7 @@ def main(argv: Sequence[str], *, is_this_process: bool = False) -> int:
             return _train(words)
         command = import_module((_OWN.get(name) or commands()[name]).module).DECLARATION
         start.interrupts_raise()
-        return int(command.run(words))
+        return _all_printed(int(command.run(words)))
     except BadInputError as error:
         columns = shutil.get_terminal_size().columns if sys.stderr.isatty() else None
         for line in printable(str(error)).split("\n"):
@@ -93,6 +97,22 @@ def main(argv: Sequence[str], *, is_this_process: bool = False) -> int:
         # The reader of our output is gone; keep the interpreter from flushing into it at exit.
         sys.stdout = None
         return ExitCode.FAILED
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        sys.stdout = (
+            None  # where it is what cannot be written, Python would say so again at its end
+        )
+        where = f" {printable(str(error.filename))}" if error.filename else ""
+        print(f"ddp_runner: error: cannot write{where}: {error.strerror}", file=sys.stderr)
+        return ExitCode.FAILED
+
+
+def _all_printed(code: int) -> int:
+    """Return the exit code. Raises OSError for output that cannot be written, before Python finds it at its end."""
+    if sys.stdout is not None:
+        sys.stdout.flush()
+    return code
 
 
 def _refuse_lost_folder() -> None:

@@ -35,7 +35,7 @@ def run(words: Sequence[str], ahead: ZygoteAhead | None = None) -> int:
     """
     arguments = parse_train(words)
     if arguments.page:
-        print(_page(arguments.page))
+        print(_page(arguments.page), flush=True)
         return 0
     if several_machines().engine in dict(arguments.nodes):
         return several_machines().by_engine(OnEach(verb="train", options=tuple(words)), arguments)

@@ -196,6 +196,25 @@ def test_a_wrong_command_is_refused_as_a_process(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("words", [["--version"], ["report", "--help"]])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_on_a_full_disk_is_one_line(words, unbuffered, tmp_path):
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "ddp_runner", *words],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": unbuffered},
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+
+    assert done.stderr == "ddp_runner: error: cannot write: No space left on device\n"
+    assert done.returncode == 1
+
+
 @pytest.mark.parametrize(
     "words",
     [

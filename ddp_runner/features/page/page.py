@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import secrets
 import socket
 import sys
@@ -72,6 +73,8 @@ def _listener(given: str, host: str) -> socket.socket:
         raise BadInputError("--host", host, f"is no address: {error.strerror}") from error
     except OSError as error:
         listener.close()
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise BadInputError("--host", host, "is no address of this machine") from error
         raise BadInputError(
             "--port", given, f"cannot be taken on {host}: {error.strerror}"
         ) from error

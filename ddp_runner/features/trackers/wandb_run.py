@@ -43,6 +43,8 @@ class WandbTracker(AppendOnlyTracker):
             settings=wandb.Settings(console="off", **_own(wandb)),
         )
         self._kept["is_offline"] = bool(self._run.offline)
+        if self._run.disabled:  # WANDB_MODE=disabled: nothing is written
+            return ""
         return str(self._run.url or Path(self._run.dir).parent)
 
     def _add(self, points: Sequence[Point]) -> None:

@@ -160,7 +160,10 @@ def test_runs_that_live_are_listed_first(tmp_path):
         (["--port", "70000"], "--port=70000: must be"),
         (["--port", "²"], "--port=²: must be"),
         (["--host", "no.such.host.invalid"], "--host=no.such.host.invalid: is no address"),
-        (["--host", "192.0.2.1", "--port", "8123"], "--port=8123: cannot be taken on 192.0.2.1"),
+        (
+            ["--host", "192.0.2.1", "--port", "8123"],
+            "--host=192.0.2.1: is no address of this machine",
+        ),
     ],
 )
 def test_bad_input_is_one_line(tmp_path, monkeypatch, words, text):
