@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from ddp_runner import start
+from ddp_runner.kernel.processes import children
 from ddp_runner.kernel.processes.children import (
     OUTPUT_SHOWN_BYTES,
     end_descendants,
@@ -176,6 +177,29 @@ def _fork_while_being_ended(me):
 def test_a_process_that_forks_meanwhile_is_ended_with_its_forks():
     """It is looked again until nothing is left."""
     assert run_ranks(_fork_while_being_ended, 1) == [([], [])]
+
+
+def _end_an_idle_one(me):
+    """The policy of a child, with idle processor time only, when it is killed."""
+    found = []
+
+    def killing(pid):
+        found.append(os.sched_getscheduler(pid))
+        kill(pid)
+
+    pid = os.fork()
+    if pid == 0:
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        signal.pause()
+    poll(lambda: os.sched_getscheduler(pid) == os.SCHED_IDLE, what="its policy")
+    children.kill = killing
+    return end_descendants(timeout_s=60.0), found[0]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a process more of the processor")
+def test_a_drill_ends_at_once_on_a_busy_machine():
+    """With idle time alone it would need more than ten seconds to be gone, and would be said not to end."""
+    assert run_ranks(_end_an_idle_one, 1) == [([], os.SCHED_OTHER)]
 
 
 def _end_nothing(me):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from ddp_runner.kernel.processes.guardian_process import tidies_up
+from ddp_runner.kernel.processes.guardian_process import let_run, tidies_up
 from ddp_runner.kernel.processes.zygote_start import StartedZygote
 from ddp_runner.kernel.system.control_channel import Channel, ChannelClosedError
 from ddp_runner.kernel.system.parent_death import semaphores_of
@@ -201,6 +201,7 @@ def end_descendants(*, timeout_s: float, but: Collection[int] = ()) -> list[int]
                 return left
             for pid in left:
                 if now_s > began_s + TIDY_UP_S or not tidies_up(pid):
+                    let_run(pid)
                     kill(pid)
         time.sleep(0.005)
         now_s = time.monotonic()

@@ -66,6 +66,17 @@ def tidies_up(pid: int) -> bool:
         return False
 
 
+def let_run(pid: int) -> None:
+    """Let a process that is about to be killed end beside other work, if it has only idle processor time, as a drill.
+
+    Nothing happens where the system does not permit it (``CAP_SYS_NICE``, sched(7)).
+    """
+    with contextlib.suppress(OSError, AttributeError, ValueError):
+        for thread in map(int, os.listdir(f"/proc/{pid}/task")):  # noqa: PTH208
+            if os.sched_getscheduler(thread) == os.SCHED_IDLE:
+                os.sched_setscheduler(thread, os.SCHED_OTHER, os.sched_param(0))
+
+
 def end(pid: int, mark: str, sessions: Collection[int]) -> bool:
     """SIGKILL the process if it belongs to the run, and does not tidy up; says whether it did."""
     if not belongs(pid, mark, sessions) or tidies_up(pid):
@@ -80,6 +91,7 @@ def end(pid: int, mark: str, sessions: Collection[int]) -> bool:
         return True
     try:
         if belongs(pid, mark, sessions):
+            let_run(pid)
             signal.pidfd_send_signal(held, signal.SIGKILL)
     except OSError:
         pass  # it has just ended
