@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import builtins
 import io
+import linecache
 import os
 import runpy
 import signal
@@ -15,6 +16,7 @@ import types
 from collections.abc import Callable
 from importlib import import_module
 from importlib.machinery import FrozenImporter, PathFinder, SourceFileLoader
+from importlib.util import decode_source
 from pathlib import Path
 
 from ddp_runner.kernel.wire.fork_specs import Program
@@ -71,6 +73,7 @@ def run_as_main(
                 with io.open_code(path) as file:
                     source = file.read()
             code = compile(source, path, "exec")
+            _show_as_read(path, source)
             exec(code, main.__dict__)  # noqa: S102 - the user's program
     except SystemExit:
         raise
@@ -83,6 +86,17 @@ def run_as_main(
             os.kill(os.getpid(), signal.SIGINT)
         return 1
     return 0
+
+
+def _show_as_read(path: str, source: bytes) -> None:
+    """Have whoever reads the lines of a file that runs read those that run: it may be edited meanwhile."""
+    lines = io.StringIO(decode_source(source)).readlines()
+    linecache.cache[path] = (
+        len(source),
+        None,
+        lines,
+        path,
+    )  # no time: never compared with the file
 
 
 def _search_first(folder: str) -> None:

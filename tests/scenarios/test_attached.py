@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import random
 import re
@@ -752,13 +754,31 @@ def test_a_loop_that_stays_in_eval_mode_stays_so(tmp_path):
 
 
 def test_the_program_may_be_edited_while_it_runs(tmp_path, fault_free):
-    """A replaced rank runs what the file held at launch."""
+    """A replaced rank runs what the file held at launch, and its checkpoints name that."""
     own = tmp_path / "own.py"
-    own.write_text(CLASSIFIER.read_text(), encoding="utf-8")
+    text = CLASSIFIER.read_text()
+    own.write_text(text, encoding="utf-8")
     edit = f"open({str(own)!r}, 'w').write('raise SystemExit(9)')"
-    plant(tmp_path, r0_s5_between=edit, r1_s7_forward=KILL)
+    plant(tmp_path, r1_s5_between=edit, r0_s7_forward=KILL)
     with run_loop(tmp_path, loop=own) as run:
         assert_as_if_nothing_happened(run, tmp_path, fault_free(), repaired=1)
+    manifest = json.loads((tmp_path / "checkpoints" / "step_00000024.json").read_text())
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    assert manifest["recipe"]["the file own.py"] == f"sha256:{digest}"
+
+
+def test_a_program_edited_between_two_launches_is_not_exact(tmp_path):
+    """Nobody knows what the edited lines compute."""
+    own = tmp_path / "own.py"
+    own.write_text(CLASSIFIER.read_text(), encoding="utf-8")
+    plant(tmp_path, r0_s10_between="import os, signal; os.kill(os.getppid(), signal.SIGTERM)")
+    with run_loop(tmp_path, loop=own) as run:
+        assert run.wait() == ExitCode.PREEMPTED, run.console
+    own.write_text(CLASSIFIER.read_text().replace("lr=", "lr=0.5 * "), encoding="utf-8")
+    with run_loop(tmp_path, loop=own) as run:
+        assert run.wait() == 0, run.console
+    assert run.summary()["exact"] is False
+    assert run.summary()["inexact_reasons"][0].startswith("the file own.py sha256:")
 
 
 def test_a_module_beside_it_that_has_changed_ends_the_run(tmp_path):

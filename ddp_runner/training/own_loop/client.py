@@ -59,6 +59,7 @@ from ddp_runner.training.workload import Workload, backend_of, versions
 
 _NAMED_MAX = 8  # in one line
 ARGUMENTS = "the arguments of the program"
+_FILE = "the file "  # and its path: one that the loop is made of
 
 
 class LoopSetup:
@@ -115,7 +116,10 @@ class LoopSetup:
             device=device,
             backend=backend_of(settings, device),
             resume_key={"run.seed": settings.run.seed, "ranks": info.world_size},
-            recipe=_recipe(runtime, given.length, arguments=arguments, order=order),
+            recipe={
+                **_recipe(runtime, given.length, arguments=arguments, order=order),
+                **{f"{_FILE}{name}": f"sha256:{digest}" for name, digest in loop.program.items()},
+            },
             settings_digest=config.digest(settings),
             monitor=Monitor(by_evaluations=False),
             parameters=sum(one.numel() for one in self.state.model.parameters()),
@@ -246,7 +250,7 @@ class LoopClient(RankClient):
         state, length = self._parts.state, self._parts.workload.length
         shapes = [(name, list(one.shape), str(one.dtype)) for name, one in state.named_parameters()]
         mine = {
-            **{f"the file {name}": digest for name, digest in self._loop.program.items()},
+            **{f"{_FILE}{name}": digest for name, digest in self._loop.program.items()},
             "what is kept": [*self._loop.kept.names()],
             "the shapes of parameters": hashlib.sha256(json.dumps(shapes).encode()).hexdigest(),
             "the length of the run": [length.steps_per_epoch, length.total_steps],
@@ -261,13 +265,13 @@ class LoopClient(RankClient):
             odd = next((rank for rank in others if values[rank] != values[first]), None)
             if odd is None:
                 continue
-            if what.startswith("the file"):
+            if what.startswith(_FILE):
                 if self._parts.settings.run.allow_different_code:
                     continue
                 is_first = is_first_generation(group.membership.generation, None)
                 how = f"is not the same for ranks {first} and {odd}"
                 how = how if is_first else "has changed on disk since the run began"
-                expected = f"{what.removeprefix('the file ')} {how}: two"
+                expected = f"{what.removeprefix(_FILE)} {how}: two"
                 raise BadInputError(
                     "run.steps", "", f"{expected} programs must not train one model"
                 )

@@ -61,11 +61,16 @@ def is_guarded() -> bool:
 
 
 def program_files() -> dict[str, str]:
-    """Files of the program beside its script -> a hash of what is there now; by their paths from it."""
+    """The program's script, and its files beside it -> a hash of what is there now; by their paths from it.
+
+    Of the script that runs, whatever has become of its file.
+    """
     main = sys.modules.get("__main__")
     script = getattr(main, "__file__", None)
     folder = Path(script).resolve().parent if script else Path.cwd()
     found = {}
+    if script and (lines := linecache.getlines(script)):
+        found[Path(script).name] = _digest("".join(lines).encode(errors="surrogatepass"))
     inside: dict[
         str, Path | None
     ] = {}  # of each folder: a program has imported thousands of modules
@@ -79,8 +84,12 @@ def program_files() -> dict[str, str]:
         if (at := inside[place]) is not None:
             with contextlib.suppress(OSError):
                 text = (folder / at / name).read_bytes()
-                found[str(at / name)] = hashlib.sha256(text).hexdigest()[:16]
+                found[str(at / name)] = _digest(text)
     return found
+
+
+def _digest(text: bytes) -> str:
+    return hashlib.sha256(text).hexdigest()[:16]
 
 
 def _inside(place: str, folder: Path) -> Path | None:
