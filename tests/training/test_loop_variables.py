@@ -16,7 +16,7 @@ import torch
 from ddp_runner.training.components.optimizer_state import hidden_state
 from ddp_runner.training.exactness.held_values import HeldValues
 from ddp_runner.training.own_loop.attached_run import _is_kept
-from ddp_runner.training.own_loop.carried_names import late_names
+from ddp_runner.training.own_loop.loop_source import late_names
 from ddp_runner.training.own_loop.loop_variables import LoopVariables
 
 STEPS = 5

@@ -49,7 +49,8 @@ from ddp_runner.training.own_loop.batches import (
 from ddp_runner.training.own_loop.client import LoopClient, LoopSetup
 from ddp_runner.training.own_loop.declared import KEEP_LOCAL, OwnLoop, Recurring, RepeatStep
 from ddp_runner.training.own_loop.kept import KeptState
-from ddp_runner.training.own_loop.loop_variables import LoopVariables, sets_late
+from ddp_runner.training.own_loop.loop_source import sets_late
+from ddp_runner.training.own_loop.loop_variables import LoopVariables
 from ddp_runner.training.own_loop.misuse import (
     is_guarded,
     misuse,

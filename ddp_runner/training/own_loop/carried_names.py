@@ -58,21 +58,6 @@ class Carried:
     is_rebound: bool = False
 
 
-def loop_at(tree: ast.AST, line: int) -> ast.For | ast.While | None:
-    """The innermost loop whose head, or for ``while`` whose body, has ``line``."""
-    found: ast.For | ast.While | None = None
-    for node in ast.walk(tree):
-        if isinstance(node, ast.For):
-            last = node.iter.end_lineno or node.lineno
-        elif isinstance(node, ast.While):
-            last = node.end_lineno or node.lineno
-        else:
-            continue
-        if node.lineno <= line <= last and (found is None or node.lineno >= found.lineno):
-            found = node
-    return found
-
-
 def carried_names(
     loop: ast.For | ast.While,
     *,
@@ -97,97 +82,6 @@ def carried_names(
             reading.inline(name, resolved, ast.Call(ast.Name(name), [], []), set(written), _OWN)
     found = reading.carried()
     return found if tree is None else reading.results(tree, loop, written) | found
-
-
-# INVARIANT bound-where-read: what a loop reads after a step's block has been set there, at its first step too.
-# Broken if: the first body of a launch, which ends at the update, is for nothing in a loop that sets it after the update.
-# Guarded by: test_what_is_set_behind_the_update_is_there_behind_the_block.
-def late_names(tree: ast.AST, loop: ast.For | ast.While) -> set[str]:
-    """Return the names that a step's block sets after its update, and that ``loop`` reads after that block.
-
-    By the source alone, so that all ranks find the same. A call of a function counts as the update if the function
-    of that name in ``tree`` makes it; if nothing in the block is known to make it, each call may.
-    """
-    updating = _updating_functions(tree)
-    found: set[str] = set()
-    for block in ast.walk(loop):
-        if not isinstance(block, ast.With) or not any(map(_is_block, block.items)):
-            continue
-        statements = [
-            one for part in block.body for one in ast.walk(part) if isinstance(one, ast.stmt)
-        ]
-        # The innermost ones: a compound statement has the calls of those within it.
-        simple = [one for one in statements if not hasattr(one, "body")]
-        updates = [one for one in simple if _makes_update(one, updating)]
-        updates = updates or [one for one in simple if _calls_in(one)]
-        first = min(map(_place, updates), default=(block.end_lineno or block.lineno, 0))
-        early = {name for one in statements if _place(one) < first for name in _stored_in(one)}
-        late = {name for one in statements if _place(one) >= first for name in _stored_in(one)}
-        read = {
-            ast.unparse(one)
-            for part in loop.body
-            for one in ast.walk(part)
-            if isinstance(one, (ast.Name, ast.Attribute))
-            and isinstance(one.ctx, ast.Load)
-            and one.lineno > (block.end_lineno or block.lineno)
-        }
-        found |= (late - early) & read
-    return found
-
-
-def _is_block(item: ast.withitem) -> bool:
-    """Return True for ``run.step()``, and for ``accelerator.accumulate(model)``, which begins and ends a step too."""
-    call = item.context_expr
-    if not isinstance(call, ast.Call):
-        return False
-    is_bare = not call.args and not call.keywords
-    return _called(call) == "accumulate" or (is_bare and _called(call) == "step")
-
-
-def _place(statement: ast.stmt) -> tuple[int, int]:
-    return statement.lineno, statement.col_offset
-
-
-def _calls_in(node: ast.AST) -> list[ast.Call]:
-    return [one for one in ast.walk(node) if isinstance(one, ast.Call)]
-
-
-def _makes_update(node: ast.AST, updating: Collection[str]) -> bool:
-    return any(_called(one) == "step" or _called(one) in updating for one in _calls_in(node))
-
-
-def _stored_in(statement: ast.stmt) -> set[str]:
-    """Return the names and attributes that a simple statement, or the head of a compound one, sets."""
-    if isinstance(statement, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr)):
-        parts: list[ast.AST] = [statement]
-    elif isinstance(statement, (ast.For, ast.With)):
-        parts = [statement.target] if isinstance(statement, ast.For) else [*statement.items]
-    else:
-        parts = []
-    nodes = (one for part in parts for one in ast.walk(part))
-    is_place = (ast.Name, ast.Attribute)
-    return {
-        ast.unparse(one)
-        for one in nodes
-        if isinstance(one, is_place) and isinstance(one.ctx, ast.Store)
-    }
-
-
-def _updating_functions(tree: ast.AST) -> set[str]:
-    """Return the names of the functions and methods of ``tree`` that make an update, also by others of them."""
-    functions = [
-        one for one in ast.walk(tree) if isinstance(one, (ast.FunctionDef, ast.AsyncFunctionDef))
-    ]
-    found: set[str] = set()
-    while True:
-        more = {
-            one.name
-            for one in functions
-            if one.name not in found and any(_makes_update(part, found) for part in one.body)
-        }
-        if not more:
-            return found
-        found |= more
 
 
 @dataclass(slots=True)
@@ -362,7 +256,7 @@ class _Reading:
         name, resolved = self._called_function(_dotted(node.func, scope))
         if name and resolved.function is not None:
             self._is_fixed(name, node.lineno, written)
-        if resolved.is_foreign and _called(node) not in _NEUTRAL | _MUTATORS:
+        if resolved.is_foreign and called(node) not in _NEUTRAL | _MUTATORS:
             self.sinks |= found
         if name and resolved.function is not None and self.inlined_count < _INLINED_MAX:
             return found | self.inline(name, resolved, node, written, scope)
@@ -539,7 +433,7 @@ class _Reading:
             if under and self._has_effect(self.find(dotted).function):
                 self.sinks |= under
             return
-        calls = {_called(one) for one in ast.walk(call) if isinstance(one, ast.Call)}
+        calls = {called(one) for one in ast.walk(call) if isinstance(one, ast.Call)}
         if name in _NEUTRAL and not calls & _CONSUMES:
             return
         owner = _dotted(call.func.value, scope) if isinstance(call.func, ast.Attribute) else None
@@ -551,7 +445,7 @@ class _Reading:
     def _has_effect(self, function: ast.AST | None) -> bool:
         """Return True if a call of the function may do more than show something."""
         assert function is not None, "it was found"
-        calls = {_called(one) for one in ast.walk(function) if isinstance(one, ast.Call)}
+        calls = {called(one) for one in ast.walk(function) if isinstance(one, ast.Call)}
         return bool(calls & {"backward", "step", "stop"}) or any(
             isinstance(one, (ast.Global, ast.Nonlocal)) for one in ast.walk(function)
         )
@@ -596,7 +490,7 @@ class _Reading:
                 if node.func.attr not in _VIEWS:
                     return False
                 node = node.func.value
-            elif isinstance(node, ast.Call) and _called(node) in _ITERATES:
+            elif isinstance(node, ast.Call) and called(node) in _ITERATES:
                 return any(self._is_of_kept(one, scope) for one in node.args)
             else:
                 return False
@@ -634,7 +528,8 @@ def _dotted(node: ast.AST, scope: _Scope) -> str | None:
     return ".".join([scope.text(node.id), *reversed(names)])
 
 
-def _called(node: ast.Call) -> str:
+def called(node: ast.Call) -> str:
+    """Return the last part of the name that is called, as ``step`` of ``optimizer.step()``."""
     return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
 
 
@@ -686,6 +581,6 @@ class _Lines(dict[str, int]):
 def _saved(tree: ast.AST) -> set[str]:
     """Return the names and attributes in calls that save something."""
     calls = [one for one in ast.walk(tree) if isinstance(one, ast.Call)]
-    inside = [one for call in calls if _called(call).startswith("save") for one in ast.walk(call)]
+    inside = [one for call in calls if called(call).startswith("save") for one in ast.walk(call)]
     names = {one.id for one in inside if isinstance(one, ast.Name)}
     return names | {one.attr for one in inside if isinstance(one, ast.Attribute)}

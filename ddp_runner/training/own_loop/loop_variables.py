@@ -28,28 +28,14 @@ from ddp_runner.training.own_loop.carried_names import (
     Carried,
     Resolved,
     carried_names,
-    late_names,
-    loop_at,
 )
+from ddp_runner.training.own_loop.loop_source import loop_at, taker_of, tree_of
 from ddp_runner.values.object_graph import CONTAINERS, LEAVES, Walk, attributes_of, is_opaque
 
 _LOOKS_IN_A_ROW = 4  # then at every power of two: what changes now and then shows too
 _OBJECTS_MAX = 1_000  # in the value of one name
 _NOTHING = object()
 _Functions = dict[tuple[str, int], ast.FunctionDef | ast.AsyncFunctionDef]  # by name and first line
-
-
-def sets_late(frame: FrameType | None) -> bool:
-    """Return True if the loop that asks for a batch in ``frame`` reads after a step what its body sets only after the update.
-
-    A generator's loop may give the batch to another one, which counts as well.
-    """
-    if frame is None:
-        return False
-    tree = _tree_of(frame)
-    loop = None if tree is None else loop_at(tree, frame.f_lineno)
-    is_late = tree is not None and loop is not None and bool(late_names(tree, loop))
-    return is_late or sets_late(_taker_of(frame))
 
 
 def _set_by_heads(tree: ast.Module) -> set[str]:
@@ -60,13 +46,6 @@ def _set_by_heads(tree: ast.Module) -> set[str]:
     names = (one for one in nodes if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store))
     stored = Counter(one.id for one in names)
     return {name for name, count in whole.items() if count == stored[name]}
-
-
-def _tree_of(frame: FrameType) -> ast.Module | None:
-    try:
-        return ast.parse("".join(linecache.getlines(frame.f_code.co_filename, frame.f_globals)))
-    except (SyntaxError, ValueError):
-        return None
 
 
 class LoopVariables:
@@ -121,7 +100,7 @@ class LoopVariables:
         If ``frame`` is that of a generator, the variables of the loop that calls it are included.
         """
         found = self._look(frame)
-        if (around := _taker_of(frame)) is not None:
+        if (around := taker_of(frame)) is not None:
             if self._around is None:
                 self._around = LoopVariables(
                     is_kept=self._is_kept, modules=self._modules, epochs=self._epochs
@@ -174,7 +153,7 @@ class LoopVariables:
 
     def _read(self, frame: FrameType, names: _Names) -> dict[str, Carried]:
         """The names that may carry something, by the source of the loop; none where that is not there."""
-        path, tree = frame.f_code.co_filename, _tree_of(frame)
+        path, tree = frame.f_code.co_filename, tree_of(frame)
         loop = None if tree is None else loop_at(tree, frame.f_lineno)
         if tree is None or loop is None:
             return {}
@@ -309,16 +288,6 @@ class _Names:
         module = sys.modules.get(name)  # of a function of another file of the program
         file = getattr(module, "__dict__", {}).get("__file__")
         return module if isinstance(file, str) and is_users_file(file) else _NOTHING
-
-
-def _taker_of(frame: FrameType) -> FrameType | None:
-    """Return the frame of the program that takes what the generator in ``frame`` yields; None if it is no generator."""
-    if not frame.f_code.co_flags & inspect.CO_GENERATOR:
-        return None
-    taker = frame.f_back
-    while taker is not None and not is_users_file(taker.f_code.co_filename):
-        taker = taker.f_back
-    return taker
 
 
 def _functions_in(tree: ast.AST) -> _Functions:
