@@ -314,6 +314,11 @@ MUTATIONS = (
         "",
     ),
     _break(
+        "hooks-write-first",
+        "one.removesuffix(_CALLED) for one in written if one.endswith(_CALLED)",
+        "one for one in ('net',)",
+    ),
+    _break(
         "looked-behind-a-repair",
         "or self._is_last_chance()",
         "",

@@ -491,6 +491,81 @@ def constant():
 """
 
 
+HOOKED = """\
+import functools
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(2, 3), nn.Linear(3, 1)
+    def forward(self, x): return self.last(self.first(x))
+net = Net()
+run.keep(net=net)
+feats = {}
+def hook(module, inputs, output): feats["h"] = output
+def named(name):
+    def hook(module, inputs, output): feats[name] = output.detach()
+    return hook
+def sometimes(module, inputs, output):
+    if inputs[0].sum() % 4 == 0: feats["h"] = output.detach()
+def early(module, inputs, output):
+    if inputs[0].sum() % 4: return
+    feats["h"] = output.detach()
+def given(name, module, inputs, output): feats[name] = output
+class Extractor:
+    def hook(self, module, inputs, output): self.hidden = output
+extractor = Extractor()
+"""
+_AFTER = HEAD + "loss = net(batch).sum() + feats['h'].sum(); loss.backward()"
+HOOKS = {
+    "a dict": ([], "net.first.register_forward_hook(hook)\n" + _AFTER),
+    "a function made by name": ([], "net.first.register_forward_hook(named('h'))\n" + _AFTER),
+    "a partial": ([], "net.last.register_forward_hook(functools.partial(given, 'h'))\n" + _AFTER),
+    "an attribute": (
+        [],
+        (
+            f"net.first.register_forward_hook(extractor.hook)\n{HEAD}"
+            "loss = net(batch).sum() + extractor.hidden.sum(); loss.backward()"
+        ),
+    ),
+    "read before the module is called": (
+        ["feats"],
+        (
+            f"feats['h'] = torch.zeros(3)\nnet.first.register_forward_hook(hook)\n{HEAD}"
+            "old = feats['h'].detach(); (net(batch).sum() + old.sum()).backward()"
+        ),
+    ),
+    "another place": (
+        ["feats"],
+        (
+            f"net.first.register_forward_hook(hook)\nfeats['n'] = 0\n{HEAD}"
+            "loss = net(batch).sum() * feats['n']; loss.backward(); feats['n'] += 1"
+        ),
+    ),
+    "written in some steps": (
+        ["feats"],
+        "feats['h'] = torch.zeros(3)\nnet.first.register_forward_hook(sometimes)\n" + _AFTER,
+    ),
+    "written behind a return": (
+        ["feats"],
+        "feats['h'] = torch.zeros(3)\nnet.first.register_forward_hook(early)\n" + _AFTER,
+    ),
+    "of a part that is not called": (
+        ["feats"],
+        (
+            f"feats['h'] = torch.zeros(3)\nnet.last.register_forward_hook(hook)\n{HEAD}"
+            "loss = net.first(batch).sum() + feats['h'].sum(); loss.backward()\n    net(batch)"
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+def test_what_forward_hooks_write_is_carried_only_where_it_may_be_old(tmp_path, kind):
+    """As features of a layer for a second loss: those of the same step, once the module was called."""
+    names, program = HOOKS[kind]
+    assert names_found(tmp_path, HOOKED + program) == names
+
+
 @pytest.mark.parametrize(
     ("used", "named"),
     [

@@ -21,6 +21,8 @@ _CONSUMES = frozenset({"next", "pop", "popleft", "popitem"})  # also where the r
 _ITERATES = frozenset({"enumerate", "iter", "list", "next", "reversed", "tuple", "zip"})
 _VIEWS = frozenset({"items", "modules", "named_parameters", "parameters", "values"})
 _INLINED_MAX = 200  # calls that are followed into their function
+_CALLED = "()"  # behind the name of a module, among what is written: it was called
+IsNew = Callable[[str, object, Collection[str]], bool]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,11 +31,12 @@ class Resolved:
 
     ``is_fixed``: it is no variable, such as a module, a class or a kept object. ``function``: the program's own;
     ``is_foreign``: a function of another file of the program, whose module is ``module``. ``is_kept``: a kept object,
-    or something that one holds, so what is written into it trains.
+    or something that one holds, so what is written into it trains. ``is_module``: it is kept, and an nn.Module.
     """
 
     is_fixed: bool = False
     is_kept: bool = False
+    is_module: bool = False
     function: ast.FunctionDef | ast.AsyncFunctionDef | None = None
     is_foreign: bool = False
     module: str = ""
@@ -64,13 +67,16 @@ def carried_names(
     find: Callable[[str], Resolved],
     behind: Mapping[str, Resolved] | None = None,
     tree: ast.AST | None = None,
+    is_new: IsNew | None = None,
 ) -> dict[str, Carried]:
     """Return the names that ``loop`` carries over its iterations and that affect training; ``find``: what a name is now.
 
+    ``is_new``: whether hooks write a place of an object whenever modules are called, given the object's name, the key or
+    attribute, and the names of the modules.
     ``behind``: functions, by name, that are called without arguments at the end of some iterations. With the ``tree``
     of the loop's file, other names that the loop carries are returned too, as results, if they are used behind it.
     """
-    reading = _Reading(find)
+    reading = _Reading(find, is_new)
     written: set[str] = set()
     if isinstance(loop, ast.For):
         reading.take_head(loop, written)
@@ -110,6 +116,7 @@ _OWN = _Scope()
 @dataclass(slots=True)
 class _Reading:
     find: Callable[[str], Resolved]
+    is_new: IsNew | None
     exposed: dict[str, Carried] = field(default_factory=dict)
     fixed: dict[str, Carried] = field(default_factory=dict)  # what is read and is no variable
     edges: dict[str, set[str]] = field(default_factory=dict)
@@ -189,6 +196,8 @@ class _Reading:
             return self._attribute(node, written, scope)
         if isinstance(node, ast.Call):
             return self._call(node, written, scope)
+        if isinstance(node, ast.Subscript) and self._is_new_place(node, written, scope):
+            return set()
         if isinstance(node, ast.NamedExpr):
             found = self.reads(node.value, written, scope)
             self._write(scope.text(node.target.id), node, found, written)
@@ -242,18 +251,34 @@ class _Reading:
         name = _dotted(node, scope)
         if name is None:
             return self.reads(node.value, written, scope)
-        if self._is_fixed(name, node.lineno, written):
+        owner = name.rpartition(".")[0]
+        if self._is_new(owner, node.attr, written) or self._is_fixed(name, node.lineno, written):
             return set()
         found = self._read(name, node, written)
-        owner = name.rpartition(".")[0]
         if found and not self.find(owner).is_fixed:
             self._read(owner, node, written, is_whole=False)
         return found | {owner}
+
+    def _is_new_place(self, node: ast.Subscript, written: set[str], scope: _Scope) -> bool:
+        owner, place = _dotted(node.value, scope), node.slice
+        return isinstance(place, ast.Constant) and self._is_new(owner, place.value, written)
+
+    # INVARIANT hooks-write-first: what a loop reads of a forward hook is of the same step. Broken if: a place
+    # counts as new before the module was called, or though the hook may leave it as it is.
+    # Guarded by: test_what_forward_hooks_write_is_carried_only_where_it_may_be_old.
+    def _is_new(self, owner: str | None, place: object, written: set[str]) -> bool:
+        """Return True if modules that were called before have hooks that write this place of ``owner``."""
+        modules = {one.removesuffix(_CALLED) for one in written if one.endswith(_CALLED)}
+        return bool(
+            owner and modules and self.is_new is not None and self.is_new(owner, place, modules)
+        )
 
     def _call(self, node: ast.Call, written: set[str], scope: _Scope) -> set[str]:
         values = [*node.args, *(one.value for one in node.keywords)]
         found = self._all(values, written, scope)
         name, resolved = self._called_function(_dotted(node.func, scope))
+        if name and resolved.is_module:
+            written.add(f"{name}{_CALLED}")
         if name and resolved.function is not None:
             self._is_fixed(name, node.lineno, written)
         if resolved.is_foreign and called(node) not in _NEUTRAL | _MUTATORS:

@@ -13,6 +13,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -35,6 +36,7 @@ from ddp_runner.values.object_graph import CONTAINERS, LEAVES, Walk, attributes_
 _LOOKS_IN_A_ROW = 4  # then at every power of two: what changes now and then shows too
 _OBJECTS_MAX = 1_000  # in the value of one name
 _NOTHING = object()
+_LEAVES_EARLY = (ast.Return, ast.Raise, ast.Yield, ast.YieldFrom)  # what follows may be left out
 _Functions = dict[tuple[str, int], ast.FunctionDef | ast.AsyncFunctionDef]  # by name and first line
 
 
@@ -163,17 +165,20 @@ class LoopVariables:
         def find(name: str) -> Resolved:
             parts = name.split(".")
             owners = (".".join(parts[:count]) for count in range(1, len(parts)))
-            if any(self._is_kept(names.value(one)) for one in owners):
-                return Resolved(is_fixed=True, is_kept=True)
             value = names.value(name)
+            if any(self._is_kept(names.value(one)) for one in owners) or self._is_kept(value):
+                return Resolved(is_fixed=True, is_kept=True, is_module=isinstance(value, nn.Module))
             if value is _NOTHING:
                 return Resolved()
-            if self._is_kept(value):
-                return Resolved(is_fixed=True, is_kept=True)
             function = value.__func__ if isinstance(value, MethodType) else value
             if isinstance(function, FunctionType):
                 return self._function(function, path)
             return Resolved(is_fixed=self._is_fixed(value))
+
+        hooks = _HookWrites(self._modules, self._source_of)
+
+        def is_new(owner: str, place: object, modules: Collection[str]) -> bool:
+            return hooks.write(names.value(owner), place, map(names.value, modules))
 
         functions = [one for one in self._between_steps() if isinstance(one, FunctionType)]
         return carried_names(
@@ -181,6 +186,7 @@ class LoopVariables:
             find=find,
             behind={one.__name__: self._function(one, path) for one in functions},
             tree=tree if self._weights else None,
+            is_new=is_new,
         )
 
     def _function(self, function: FunctionType, path: str) -> Resolved:
@@ -252,6 +258,85 @@ class LoopVariables:
         return isinstance(value, kinds) or inspect.isbuiltin(value) or self._is_kept(value)
 
 
+class _HookWrites:
+    """The places of dicts and the attributes that forward hooks of ``modules`` write whenever their module runs.
+
+    ``source_of``: returns the source of a function of the program.
+    """
+
+    def __init__(
+        self,
+        modules: Iterable[nn.Module],
+        source_of: Callable[[FunctionType], ast.FunctionDef | ast.AsyncFunctionDef | None],
+    ) -> None:
+        self._source_of = source_of
+        self._places: list[tuple[nn.Module, Any, object]] = []  # the module, whose place, and which
+        for module in {one for outer in modules for one in outer.modules()}:
+            for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):  # noqa: SLF001 - without a call
+                self._read(module, hook)
+
+    def write(self, owner: Any, place: object, modules: Iterable[Any]) -> bool:
+        """Return True if one of ``modules`` runs a module whose hook writes ``place`` of ``owner``."""
+        found = [module for module, of, which in self._places if of is owner and which == place]
+        return any(one is inner for outer in modules for inner in outer.modules() for one in found)
+
+    def _read(self, module: nn.Module, hook: Any) -> None:
+        given: tuple[Any, ...] = ()  # the first arguments, which are known
+        if isinstance(hook, partial):
+            hook, given = hook.func, hook.args
+        if isinstance(hook, MethodType):
+            hook, given = hook.__func__, (hook.__self__, *given)
+        if not isinstance(hook, FunctionType) or not is_users_file(hook.__code__.co_filename):
+            return
+        if (source := self._source_of(hook)) is None:
+            return
+        value = _values_in(hook, source, given)
+        for target in _always_set(source):
+            owner = value(target.value)
+            place = target.attr if isinstance(target, ast.Attribute) else value(target.slice)
+            if owner is not _NOTHING and isinstance(place, (str, int)):
+                self._places.append((module, owner, place))
+
+
+def _always_set(
+    function: ast.FunctionDef | ast.AsyncFunctionDef,
+) -> Iterator[ast.Attribute | ast.Subscript]:
+    """Yield the places that each call of ``function`` sets."""
+    for statement in function.body:
+        if any(isinstance(one, _LEAVES_EARLY) for one in ast.walk(statement)):
+            return
+        for target in statement.targets if isinstance(statement, ast.Assign) else ():
+            if isinstance(target, (ast.Attribute, ast.Subscript)):
+                yield target
+
+
+def _values_in(
+    function: FunctionType, source: ast.AST, given: Iterable[Any]
+) -> Callable[[ast.AST], Any]:
+    """Return what gives the value that an expression of names and attributes has in ``function``; it calls nothing.
+
+    Of what the function sets itself it knows nothing, and of its parameters the first ones, which are ``given``.
+    """
+    code = function.__code__
+    cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
+    own = dict.fromkeys(code.co_varnames, _NOTHING) | dict(zip(code.co_varnames, given))  # noqa: B905 - the first
+    for one in ast.walk(source):
+        if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store):
+            own[one.id] = _NOTHING
+
+    def value(node: ast.AST) -> Any:
+        if isinstance(node, ast.Constant):
+            return node.value
+        if isinstance(node, ast.Attribute):
+            return _attribute(value(node.value), node.attr)
+        name = node.id if isinstance(node, ast.Name) else ""
+        if name in own:
+            return own[name]
+        return _content(cells[name]) if name in cells else function.__globals__.get(name, _NOTHING)
+
+    return value
+
+
 class _Names:
     """The names in a frame now, with their values. Holds these as long as it lives."""
 
@@ -281,13 +366,18 @@ class _Names:
             if name in names:
                 return names[name]
         if name in self._cells:
-            try:
-                return self._cells[name].cell_contents
-            except ValueError:  # nothing was assigned to it yet
-                return _NOTHING
+            return _content(self._cells[name])
         module = sys.modules.get(name)  # of a function of another file of the program
         file = getattr(module, "__dict__", {}).get("__file__")
         return module if isinstance(file, str) and is_users_file(file) else _NOTHING
+
+
+def _content(cell: Any) -> Any:
+    """Return what a variable of a closure holds."""
+    try:
+        return cell.cell_contents
+    except ValueError:  # nothing was assigned to it yet
+        return _NOTHING
 
 
 def _functions_in(tree: ast.AST) -> _Functions:
