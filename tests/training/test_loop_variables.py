@@ -527,6 +527,35 @@ HOOKS = {
             "loss = net(batch).sum() + extractor.hidden.sum(); loss.backward()"
         ),
     ),
+    "all of a dict": (
+        [],
+        (
+            "for name, one in net.named_children(): one.register_forward_hook(named(name))\n"
+            f"{HEAD}(net(batch).sum() + sum(one.sum() for one in feats.values())).backward()"
+        ),
+    ),
+    "a list that is cleared": (
+        [],
+        (
+            "seen = []\nnet.first.register_forward_hook(lambda *given: seen.append(given[2]))\n"
+            f"{HEAD}seen.clear(); (net(batch).sum() + seen[0].sum()).backward()"
+        ),
+    ),
+    "all of a dict that the loop writes too": (
+        ["feats"],
+        (
+            f"net.first.register_forward_hook(named('h'))\n{HEAD}"
+            "(net(batch).sum() + sum(one.sum() for one in feats.values())).backward()\n"
+            "        feats['old'] = batch"
+        ),
+    ),
+    "a list that is cleared behind": (
+        ["seen"],
+        (
+            "seen = [torch.zeros(1)]\nnet.first.register_forward_hook(lambda *given: seen.append(given[2].detach()))\n"
+            f"{HEAD}(net(batch).sum() + seen[-1].sum()).backward()\n        if len(seen) > 3: seen.clear()"
+        ),
+    ),
     "read before the module is called": (
         ["feats"],
         (

@@ -32,11 +32,13 @@ class Resolved:
     ``is_fixed``: it is no variable, such as a module, a class or a kept object. ``function``: the program's own;
     ``is_foreign``: a function of another file of the program, whose module is ``module``. ``is_kept``: a kept object,
     or something that one holds, so what is written into it trains. ``is_module``: it is kept, and an nn.Module.
+    ``is_container``: it holds nothing once ``clear()`` was called.
     """
 
     is_fixed: bool = False
     is_kept: bool = False
     is_module: bool = False
+    is_container: bool = False
     function: ast.FunctionDef | ast.AsyncFunctionDef | None = None
     is_foreign: bool = False
     module: str = ""
@@ -72,7 +74,7 @@ def carried_names(
     """Return the names that ``loop`` carries over its iterations and that affect training; ``find``: what a name is now.
 
     ``is_new``: whether hooks write a place of an object whenever modules are called, given the object's name, the key or
-    attribute, and the names of the modules.
+    attribute (None: all that a dict has), and the names of the modules.
     ``behind``: functions, by name, that are called without arguments at the end of some iterations. With the ``tree``
     of the loop's file, other names that the loop carries are returned too, as results, if they are used behind it.
     """
@@ -125,6 +127,7 @@ class _Reading:
     file: str = ""  # of the function that is being read, if it is not the loop's
     inlined: list[str] = field(default_factory=list)  # functions that are being read
     inlined_count: int = 0
+    renewed: dict[str, Carried] = field(default_factory=dict)  # dicts that hooks have written anew
     of_kept: set[str] = field(default_factory=set)  # what a kept object holds, under another name
 
     def carried(self) -> dict[str, Carried]:
@@ -139,7 +142,8 @@ class _Reading:
                     reached.add(source)
                     pending.append(source)
         found = {}
-        for name, one in self.exposed.items():
+        written = {name: self.renewed[name] for name in self.renewed.keys() & self.writes.keys()}
+        for name, one in (written | self.exposed).items():
             if name in reached and "::" not in name:
                 one.line, one.file = self.writes.get(name, (one.line, one.file))
                 found[name] = one
@@ -232,7 +236,8 @@ class _Reading:
             return set()
         if not _heads(name) & written:
             one = Carried(name=name, line=line, file=self.file, is_whole=False)
-            known = self.exposed.setdefault(name, one)
+            is_new = self._is_new(name, None, written)
+            known = (self.renewed if is_new else self.exposed).setdefault(name, one)
             known.is_whole = known.is_whole or is_whole
         return {name}
 
@@ -287,6 +292,8 @@ class _Reading:
             return found | self.inline(name, resolved, node, written, scope)
         if isinstance(node.func, ast.Attribute):
             owner = _dotted(node.func.value, scope)
+            if owner and node.func.attr == "clear" and self.find(owner).is_container:
+                self._write(owner, node, set(), written)
             of = self.reads(node.func.value, written, scope)
             if not of and node.func.attr.endswith("_"):
                 self.sinks |= found

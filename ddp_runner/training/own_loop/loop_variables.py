@@ -173,12 +173,13 @@ class LoopVariables:
             function = value.__func__ if isinstance(value, MethodType) else value
             if isinstance(function, FunctionType):
                 return self._function(function, path)
-            return Resolved(is_fixed=self._is_fixed(value))
+            is_container = type(value) in CONTAINERS
+            return Resolved(is_fixed=self._is_fixed(value), is_container=is_container)
 
         hooks = _HookWrites(self._modules, self._source_of)
 
         def is_new(owner: str, place: object, modules: Collection[str]) -> bool:
-            return hooks.write(names.value(owner), place, map(names.value, modules))
+            return hooks.write(names.value(owner), place, [*map(names.value, modules)])
 
         functions = [one for one in self._between_steps() if isinstance(one, FunctionType)]
         return carried_names(
@@ -275,8 +276,11 @@ class _HookWrites:
             for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):  # noqa: SLF001 - without a call
                 self._read(module, hook)
 
-    def write(self, owner: Any, place: object, modules: Iterable[Any]) -> bool:
-        """Return True if one of ``modules`` runs a module whose hook writes ``place`` of ``owner``."""
+    def write(self, owner: Any, place: object, modules: Collection[Any]) -> bool:
+        """Return True if one of ``modules`` runs a module whose hook writes ``place`` of ``owner``; None: all of a dict."""
+        if place is None:
+            is_dict = isinstance(owner, dict) and bool(owner)
+            return is_dict and all(self.write(owner, one, modules) for one in owner)
         found = [module for module, of, which in self._places if of is owner and which == place]
         return any(one is inner for outer in modules for inner in outer.modules() for one in found)
 
