@@ -43,6 +43,7 @@ GLOBAL_BATCH = "data.batch_size x ranks"
 RATE_KEYS = tuple(spec.name for spec in known_fields().values() if OF_RATE in spec.notes)
 TOTAL_STEPS = "steps of the run"
 _MODE = "checkpoint.mode"
+DIGEST = "sha256:"  # how the value of a file begins
 TASK_FILE = "the task's file"
 TASK_MODULE = "the task's module "  # and its name: one that the task imports, and nobody installed
 
@@ -83,8 +84,10 @@ def recipe(settings: Settings, found: Surroundings) -> dict[str, JsonValue]:
     if found.own_task_reads_model:
         written |= {f"model.{name}": v for name, v in sections["model"].items()}  # type: ignore[attr-defined]
     if found.task_file:
-        written[TASK_FILE] = f"sha256:{found.task_file[:16]}"
-    written |= {f"{TASK_MODULE}{name}": f"sha256:{one}" for name, one in found.task_modules.items()}
+        written[TASK_FILE] = f"{DIGEST}{found.task_file[:16]}"
+    written |= {
+        f"{TASK_MODULE}{name}": f"{DIGEST}{one}" for name, one in found.task_modules.items()
+    }
     return {
         **written,
         "data.micro_batch_size": micro_batch(settings.data, devices=found.devices),

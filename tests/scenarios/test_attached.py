@@ -774,11 +774,12 @@ def test_a_program_edited_between_two_launches_is_not_exact(tmp_path):
     plant(tmp_path, r0_s10_between="import os, signal; os.kill(os.getppid(), signal.SIGTERM)")
     with run_loop(tmp_path, loop=own) as run:
         assert run.wait() == ExitCode.PREEMPTED, run.console
+        step = run.summary()["steps"]
     own.write_text(CLASSIFIER.read_text().replace("lr=", "lr=0.5 * "), encoding="utf-8")
     with run_loop(tmp_path, loop=own) as run:
         assert run.wait() == 0, run.console
     assert run.summary()["exact"] is False
-    assert run.summary()["inexact_reasons"][0].startswith("the file own.py sha256:")
+    assert run.summary()["inexact_reasons"] == [f"the file own.py was edited at step {step}"]
 
 
 def test_a_module_beside_it_that_has_changed_ends_the_run(tmp_path):

@@ -16,7 +16,7 @@ import torch
 
 from ddp_runner import config
 from ddp_runner.checkpoint.codec import stored_bytes
-from ddp_runner.config.identity import TOTAL_STEPS
+from ddp_runner.config.identity import DIGEST, TOTAL_STEPS
 from ddp_runner.core.monitor import AUTO, TRAIN_LOSS, Monitor, highest_refused
 from ddp_runner.core.run_stages import is_first_generation
 from ddp_runner.core.settings import JsonValue, Settings
@@ -118,7 +118,7 @@ class LoopSetup:
             resume_key={"run.seed": settings.run.seed, "ranks": info.world_size},
             recipe={
                 **_recipe(runtime, given.length, arguments=arguments, order=order),
-                **{f"{_FILE}{name}": f"sha256:{digest}" for name, digest in loop.program.items()},
+                **{f"{_FILE}{name}": f"{DIGEST}{digest}" for name, digest in loop.program.items()},
             },
             settings_digest=config.digest(settings),
             monitor=Monitor(by_evaluations=False),
