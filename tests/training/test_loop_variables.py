@@ -527,6 +527,18 @@ HOOKS = {
             "loss = net(batch).sum() + extractor.hidden.sum(); loss.backward()"
         ),
     ),
+    "a lambda": (
+        [],
+        "net.first.register_forward_hook(lambda *given: feats.update(h=given[2]))\n" + _AFTER,
+    ),
+    "a lambda by key": (
+        [],
+        (
+            "for name, one in net.named_children():\n"
+            "    one.register_forward_hook(lambda m, i, o, n=name: feats.__setitem__(n, o))\n"
+            f"{HEAD}(net(batch).sum() + feats['first'].sum()).backward()"
+        ),
+    ),
     "all of a dict": (
         [],
         (

@@ -36,6 +36,8 @@ from ddp_runner.values.object_graph import CONTAINERS, LEAVES, Walk, attributes_
 _LOOKS_IN_A_ROW = 4  # then at every power of two: what changes now and then shows too
 _OBJECTS_MAX = 1_000  # in the value of one name
 _NOTHING = object()
+_LAMBDA = "<lambda>"
+_HOOKS_GET = 3  # arguments at most, of torch: the module, its inputs, its output
 _LEAVES_EARLY = (ast.Return, ast.Raise, ast.Yield, ast.YieldFrom)  # what follows may be left out
 _Functions = dict[tuple[str, int], ast.FunctionDef | ast.AsyncFunctionDef]  # by name and first line
 
@@ -192,14 +194,15 @@ class LoopVariables:
 
     def _function(self, function: FunctionType, path: str) -> Resolved:
         """Return what the reading of the loop in ``path`` needs to know about a function."""
-        file = function.__code__.co_filename
+        file, is_lambda = function.__code__.co_filename, function.__name__ == _LAMBDA
         if file != path:
             is_foreign = is_users_file(file)
             module = function.__module__ if is_foreign else ""
-            found = self._source_of(function) if is_foreign else None
+            found = self._source_of(function) if is_foreign and not is_lambda else None
             return Resolved(is_fixed=True, function=found, is_foreign=is_foreign, module=module)
         self._note_closure(function)
-        return Resolved(is_fixed=True, function=self._source_of(function))
+        found = None if is_lambda else self._source_of(function)
+        return Resolved(is_fixed=True, function=found)
 
     def _source_of(self, function: FunctionType) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
         code: CodeType = function.__code__
@@ -295,35 +298,56 @@ class _HookWrites:
         if (source := self._source_of(hook)) is None:
             return
         value = _values_in(hook, source, given)
-        for target in _always_set(source):
-            owner = value(target.value)
-            place = target.attr if isinstance(target, ast.Attribute) else value(target.slice)
+        for of, key in _always_set(source):
+            owner, place = value(of), key if isinstance(key, str) else value(key)
             if owner is not _NOTHING and isinstance(place, (str, int)):
                 self._places.append((module, owner, place))
 
 
 def _always_set(
     function: ast.FunctionDef | ast.AsyncFunctionDef,
-) -> Iterator[ast.Attribute | ast.Subscript]:
-    """Yield the places that each call of ``function`` sets."""
+) -> Iterator[tuple[ast.expr, ast.expr | str]]:
+    """Yield the places that each call of ``function`` sets: of what, and the key or the attribute."""
     for statement in function.body:
+        value = statement.value if isinstance(statement, (ast.Expr, ast.Return)) else None
+        if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
+            for key in _set_by_call(value, value.func.attr):
+                yield value.func.value, key
         if any(isinstance(one, _LEAVES_EARLY) for one in ast.walk(statement)):
             return
         for target in statement.targets if isinstance(statement, ast.Assign) else ():
-            if isinstance(target, (ast.Attribute, ast.Subscript)):
-                yield target
+            if isinstance(target, ast.Attribute):
+                yield target.value, target.attr
+            elif isinstance(target, ast.Subscript):
+                yield target.value, target.slice
+
+
+def _set_by_call(call: ast.Call, method: str) -> Iterator[ast.expr]:
+    """Yield the keys of a dict that a call of its method sets."""
+    if method == "__setitem__":
+        yield from call.args[:1]
+    elif method == "update":
+        yield from (ast.Constant(one.arg) for one in call.keywords if one.arg)
+        for one in call.args:
+            if isinstance(one, ast.Dict):
+                yield from (key for key in one.keys if key is not None)
 
 
 def _values_in(
-    function: FunctionType, source: ast.AST, given: Iterable[Any]
+    function: FunctionType, source: ast.AST, given: tuple[Any, ...]
 ) -> Callable[[ast.AST], Any]:
     """Return what gives the value that an expression of names and attributes has in ``function``; it calls nothing.
 
-    Of what the function sets itself it knows nothing, and of its parameters the first ones, which are ``given``.
+    Of what the function sets itself it knows nothing, and of its parameters the first ones, which are ``given``, and
+    those behind the arguments of a hook, by their defaults.
     """
     code = function.__code__
     cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
     own = dict.fromkeys(code.co_varnames, _NOTHING) | dict(zip(code.co_varnames, given))  # noqa: B905 - the first
+    defaults = function.__defaults__ or ()
+    first_default = max(code.co_argcount - len(defaults), 0)
+    for at in range(max(first_default, len(given) + _HOOKS_GET), code.co_argcount):
+        own[code.co_varnames[at]] = defaults[at - first_default]
     for one in ast.walk(source):
         if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store):
             own[one.id] = _NOTHING
@@ -385,9 +409,24 @@ def _content(cell: Any) -> Any:
 
 
 def _functions_in(tree: ast.AST) -> _Functions:
-    return {
+    """Return the functions of a file; a lambda counts as a function that returns its value, if it is alone in its line."""
+    nodes = [*ast.walk(tree)]
+    lambdas = [one for one in nodes if isinstance(one, ast.Lambda)]
+    in_line = Counter(one.lineno for one in lambdas)
+    alone = {
+        (_LAMBDA, one.lineno): ast.FunctionDef(
+            name=_LAMBDA,
+            args=one.args,
+            body=[ast.copy_location(ast.Return(one.body), one.body)],
+            decorator_list=[],
+            lineno=one.lineno,
+        )
+        for one in lambdas
+        if in_line[one.lineno] == 1
+    }
+    return alone | {
         (one.name, min([one.lineno, *(d.lineno for d in one.decorator_list)])): one
-        for one in ast.walk(tree)
+        for one in nodes
         if isinstance(one, (ast.FunctionDef, ast.AsyncFunctionDef))
     }
 
