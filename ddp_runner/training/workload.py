@@ -131,6 +131,9 @@ class Workload:
         """The parameters that are frozen only at first, as far as the settings say."""
         return frozenset()
 
+    def complete_recipe(self, before: Mapping[str, Any]) -> None:
+        """Add to the recipe what only ``before``, that of a checkpoint, has a value of: nothing of a task."""
+
     def samplings(self) -> int:
         """Return how often the sampler of the training data has been drawn from; 0 without one."""
         draws = self.order.draws

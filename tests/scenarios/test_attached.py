@@ -768,18 +768,23 @@ def test_the_program_may_be_edited_while_it_runs(tmp_path, fault_free):
 
 
 def test_a_program_edited_between_two_launches_is_not_exact(tmp_path):
-    """Nobody knows what the edited lines compute."""
-    own = tmp_path / "own.py"
+    """Nobody knows what the edited lines compute; also those of a module that a step imports late."""
+    own, late = tmp_path / "own.py", tmp_path / "late.py"
     own.write_text(CLASSIFIER.read_text(), encoding="utf-8")
-    plant(tmp_path, r0_s10_between="import os, signal; os.kill(os.getppid(), signal.SIGTERM)")
+    late.write_text("a = 1\n", encoding="utf-8")
+    stop = "import os, signal; os.kill(os.getppid(), signal.SIGTERM)"
+    plant(tmp_path, r0_s3_between="import late", r0_s10_between=stop)
     with run_loop(tmp_path, loop=own) as run:
         assert run.wait() == ExitCode.PREEMPTED, run.console
         step = run.summary()["steps"]
     own.write_text(CLASSIFIER.read_text().replace("lr=", "lr=0.5 * "), encoding="utf-8")
+    late.write_text("a = 2\n", encoding="utf-8")
     with run_loop(tmp_path, loop=own) as run:
         assert run.wait() == 0, run.console
     assert run.summary()["exact"] is False
-    assert run.summary()["inexact_reasons"] == [f"the file own.py was edited at step {step}"]
+    assert run.summary()["inexact_reasons"] == [
+        f"the file {name} was edited at step {step}" for name in ("own.py", "late.py")
+    ]
 
 
 def test_a_module_beside_it_that_has_changed_ends_the_run(tmp_path):

@@ -54,7 +54,6 @@ from ddp_runner.training.own_loop.loop_variables import LoopVariables
 from ddp_runner.training.own_loop.misuse import (
     is_guarded,
     misuse,
-    program_files,
     user_frame,
     user_line,
 )
@@ -102,7 +101,7 @@ class AttachedRun:
             torch.cuda.set_device(self.device)
         # A static graph would have to be learnt from a backward without no_sync(), which is the loop's.
         ddp = replace(settings.ddp, find_unused_parameters=False, static_graph=False)
-        self._loop = OwnLoop(ddp=ddp, program={})
+        self._loop = OwnLoop(ddp=ddp)
         self._engine: Engine | None = None
         self._client: LoopClient | None = None
         self._held = contextlib.ExitStack()  # what is to be closed when the loop ends
@@ -327,7 +326,7 @@ class AttachedRun:
         self._length = self._length_of(
             batches, accumulate=accumulate, max_steps=max_steps, epochs=epochs
         )
-        self._loop.program = program_files()
+        self._loop.note_files()
         stages = begin_start(self._runtime)
         setup = LoopSetup(
             self._settings,

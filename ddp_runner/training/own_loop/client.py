@@ -16,7 +16,7 @@ import torch
 
 from ddp_runner import config
 from ddp_runner.checkpoint.codec import stored_bytes
-from ddp_runner.config.identity import DIGEST, TOTAL_STEPS
+from ddp_runner.config.identity import TOTAL_STEPS
 from ddp_runner.core.monitor import AUTO, TRAIN_LOSS, Monitor, highest_refused
 from ddp_runner.core.run_stages import is_first_generation
 from ddp_runner.core.settings import JsonValue, Settings
@@ -48,18 +48,17 @@ from ddp_runner.training.own_loop.batches import (
 )
 from ddp_runner.training.own_loop.declared import KEEP_LOCAL, OwnLoop
 from ddp_runner.training.own_loop.kept import KeptState
-from ddp_runner.training.own_loop.parts import Batches, LoopParts
+from ddp_runner.training.own_loop.parts import FILE, Batches, LoopParts, LoopWorkload
 from ddp_runner.training.own_loop.repeat_check import RepeatCheck
 from ddp_runner.training.own_loop.steps import LoopSteps
 from ddp_runner.training.prepare import Kept
 from ddp_runner.training.rank_client import RankClient, change_tuning, exchange_tuning
 from ddp_runner.training.starting.resume import TakenUp
 from ddp_runner.training.task import Datasets
-from ddp_runner.training.workload import Workload, backend_of, versions
+from ddp_runner.training.workload import backend_of, versions
 
 _NAMED_MAX = 8  # in one line
 ARGUMENTS = "the arguments of the program"
-_FILE = "the file "  # and its path: one that the loop is made of
 
 
 class LoopSetup:
@@ -109,21 +108,19 @@ class LoopSetup:
             find_unused_parameters=loop.ddp.find_unused_parameters is True,
         )
         _refuse_unsavable(self.state)
-        self.workload = Workload(
+        self.workload = LoopWorkload(
             order=order,
             length=given.length,
             global_batch=order.global_batch_size,
             device=device,
             backend=backend_of(settings, device),
             resume_key={"run.seed": settings.run.seed, "ranks": info.world_size},
-            recipe={
-                **_recipe(runtime, given.length, arguments=arguments, order=order),
-                **{f"{_FILE}{name}": f"{DIGEST}{digest}" for name, digest in loop.program.items()},
-            },
+            recipe=_recipe(runtime, given.length, arguments=arguments, order=order),
             settings_digest=config.digest(settings),
             monitor=Monitor(by_evaluations=False),
             parameters=sum(one.numel() for one in self.state.model.parameters()),
         )
+        self.workload.note_files(loop.program)
         self._data_digest = digest_in_memory(batches)
 
     def take_in(self, start: TakenUp) -> None:
@@ -250,7 +247,7 @@ class LoopClient(RankClient):
         state, length = self._parts.state, self._parts.workload.length
         shapes = [(name, list(one.shape), str(one.dtype)) for name, one in state.named_parameters()]
         mine = {
-            **{f"{_FILE}{name}": digest for name, digest in self._loop.program.items()},
+            **{f"{FILE}{name}": digest for name, digest in self._loop.program.items()},
             "what is kept": [*self._loop.kept.names()],
             "the shapes of parameters": hashlib.sha256(json.dumps(shapes).encode()).hexdigest(),
             "the length of the run": [length.steps_per_epoch, length.total_steps],
@@ -265,13 +262,13 @@ class LoopClient(RankClient):
             odd = next((rank for rank in others if values[rank] != values[first]), None)
             if odd is None:
                 continue
-            if what.startswith(_FILE):
+            if what.startswith(FILE):
                 if self._parts.settings.run.allow_different_code:
                     continue
                 is_first = is_first_generation(group.membership.generation, None)
                 how = f"is not the same for ranks {first} and {odd}"
                 how = how if is_first else "has changed on disk since the run began"
-                expected = f"{what.removeprefix(_FILE)} {how}: two"
+                expected = f"{what.removeprefix(FILE)} {how}: two"
                 raise BadInputError(
                     "run.steps", "", f"{expected} programs must not train one model"
                 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,7 @@ from ddp_runner.core.settings import DdpSettings
 from ddp_runner.core.step_schedule import RunLength
 from ddp_runner.training.components.sync_batchnorm import SyncedNorms
 from ddp_runner.training.own_loop.kept import KeptObjects
-from ddp_runner.training.own_loop.misuse import misuse
+from ddp_runner.training.own_loop.misuse import misuse, program_files
 from ddp_runner.training.own_loop.net import AttachedModule
 
 LOSS = "loss"
@@ -43,10 +44,14 @@ class Recurring:
 
 @dataclass(slots=True, kw_only=True)
 class OwnLoop:
-    """``program``: files that the loop is made of -> a hash of what this process has read there."""
+    """``program``: files that the loop is made of -> a hash of what this process has read there.
+
+    ``modules``: how many the process had imported when these were noted.
+    """
 
     ddp: DdpSettings
-    program: dict[str, str]
+    program: dict[str, str] = field(default_factory=dict)
+    modules: int = 0
     kept: KeptObjects = field(default_factory=KeptObjects)
     local: dict[str, Any] = field(default_factory=dict)  # per-rank state
     net: AttachedModule | None = None
@@ -64,6 +69,13 @@ class OwnLoop:
     rehearses: bool | None = None
     calls_together: bool = False  # functions between steps
     is_between: bool = False  # in such a function
+
+    def note_files(self) -> dict[str, str]:
+        """Note the files of the program that were imported since the last call; return them with their hashes."""
+        known, self.modules = self.modules, len(sys.modules)
+        found = program_files(since=known if known <= self.modules else 0)
+        self.program |= found
+        return found
 
     def scales(self) -> list[int]:
         """Torch's counts of changes of the loss scales: ``update()`` changes one, also where nothing is updated."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import hashlib
 import linecache
 import os
@@ -60,32 +59,42 @@ def is_guarded() -> bool:
     return not tree.body or any("__name__" in ast.unparse(test) for test in tests)
 
 
-def program_files() -> dict[str, str]:
+def program_files(*, since: int = 0) -> dict[str, str]:
     """The program's script, and its files beside it -> a hash of what is there now; by their paths from it.
 
-    Of the script that runs, whatever has become of its file.
+    Of the script that runs, whatever has become of its file. ``since``: leaves out so many modules, imported before.
     """
-    main = sys.modules.get("__main__")
+    main, folder = sys.modules.get("__main__"), _folder_of_program()
     script = getattr(main, "__file__", None)
-    folder = Path(script).resolve().parent if script else Path.cwd()
     found = {}
-    if script and (lines := linecache.getlines(script)):
+    if script and not since and (lines := linecache.getlines(script)):
         found[Path(script).name] = _digest("".join(lines).encode(errors="surrogatepass"))
     inside: dict[
         str, Path | None
     ] = {}  # of each folder: a program has imported thousands of modules
-    for module in list(sys.modules.values()):
+    for module in list(sys.modules.values())[since:]:
         path = getattr(module, "__dict__", {}).get("__file__")  # a lazy module would import others
         if not isinstance(path, str) or not path.endswith(".py") or module is main:
             continue
         place, name = os.path.split(path)
         if place not in inside:
             inside[place] = _inside(place, folder)
-        if (at := inside[place]) is not None:
-            with contextlib.suppress(OSError):
-                text = (folder / at / name).read_bytes()
-                found[str(at / name)] = _digest(text)
+        if (at := inside[place]) is not None and (digest := digest_there(str(at / name))):
+            found[str(at / name)] = digest
     return found
+
+
+def digest_there(name: str) -> str:
+    """Return the hash of a file of the program, named as :func:`program_files` does; empty if it is not there."""
+    try:
+        return _digest((_folder_of_program() / name).read_bytes())
+    except OSError:
+        return ""
+
+
+def _folder_of_program() -> Path:
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    return Path(script).resolve().parent if script else Path.cwd()
 
 
 def _digest(text: bytes) -> str:

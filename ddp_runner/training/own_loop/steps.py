@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -317,6 +318,8 @@ class LoopSteps:
             self._parts.progress.loss = result.loss
             self._slot.set_loss(result.loss)
         self._parts.memory.after_step(result.step)
+        if len(sys.modules) != self._loop.modules:  # the step has imported some
+            self._parts.workload.note_files(self._loop.note_files())
         report_large_local(self._parts)
         if due.log:
             self._log(result)

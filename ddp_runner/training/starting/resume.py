@@ -61,6 +61,7 @@ def load_start(
         _forget_other_end(settings, workload, state)
         state.begun_step = state.committed_step
         state.is_rehearsed = False  # by another launch
+        workload.complete_recipe(loaded.manifest.recipe)
         state.tuning = tuning_of_changed(state.tuning, settings, loaded, recipe=workload.recipe)
         note_changes(loaded, state, recipe=workload.recipe)
         note_changed_stages(settings, state, loaded)
