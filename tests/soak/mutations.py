@@ -332,6 +332,7 @@ MUTATIONS = (
     _break(
         "compiled-alike", '"automatic_dynamic_shapes": False', '"automatic_dynamic_shapes": True'
     ),
+    _break("compiled-alike", '"optimize_ddp": False', '"optimize_ddp": True'),
     _break(
         "compared-before-save",
         "judge(Trust.UNKNOWN)",
