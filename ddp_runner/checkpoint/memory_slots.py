@@ -140,7 +140,8 @@ class _Slot:
         )
         # INVARIANT sealed-last: a slot says what it holds only once all of that is in it.
         # Broken if: the header is written before the last piece, or stays while a piece is written.
-        # Guarded by: test_a_copy_that_is_cut_short_leaves_the_other_one.
+        # Guarded by: test_a_copy_that_is_cut_short_leaves_the_other_one,
+        # test_a_slot_says_nothing_from_the_first_write_to_the_last.
         os.pwrite(self._descriptor, header.to_bytes(), 0)
 
     def lent(self) -> tuple[dict[str, Any], Callable[[], str]]:

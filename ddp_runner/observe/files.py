@@ -80,7 +80,8 @@ class LineFile:
         # INVARIANT whole-lines: a line begins at the start of a line, also after a torn one.
         # Broken if: a write that came up short, or a crash in the middle of one, is not followed
         # by a newline before the next record.
-        # Guarded by: test_a_torn_last_line_does_not_swallow_the_next_record.
+        # Guarded by: test_a_torn_last_line_does_not_swallow_the_next_record,
+        # test_a_disk_that_has_room_again_is_used_again.
         self._torn = False
 
     @property

@@ -38,7 +38,7 @@ def keep(slots, memory, step, state):
     """Make a copy of ``state``, to its end."""
     made = memory.snapshot(state, steady=[])
     made.copy_steady()
-    slots.seal(made.content, facts_of(step))
+    return slots.seal(made.content, facts_of(step))
 
 
 def numbered(step, *, count=NUMBERS):
@@ -122,9 +122,9 @@ def _copy_for_ever(files, ready):
 
 
 def test_a_copy_that_is_cut_short_leaves_the_other_one(files):
-    """Its maker is killed at any moment, thirty times: there is always a whole one, and each goes on from it."""
+    """Its maker is killed at any moment, 25 times: there is always a whole one, and each goes on from it."""
     context, newest = multiprocessing.get_context("fork"), 0
-    for number in range(30):
+    for number in range(25):
         ready = context.Event()
         maker = context.Process(target=_copy_for_ever, args=(files, ready))
         maker.start()
@@ -139,6 +139,41 @@ def test_a_copy_that_is_cut_short_leaves_the_other_one(files):
         assert wrong == []
         assert bool((found.state["model"]["weight"] == float(step)).all())
         newest = step
+
+
+def _copy_until_killed(files, writes):
+    """Make a third copy; at the write after so many this process is killed."""
+    left, write = iter(range(writes)), os.pwrite
+
+    def write_or_die(*words):
+        if next(left, None) is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return write(*words)
+
+    os.pwrite = write_or_die
+    slots = slots_on(files)
+    keep(slots, HostMemory(slots), 3, numbered(3, count=1000))
+
+
+def test_a_slot_says_nothing_from_the_first_write_to_the_last(files):
+    """What it held before is given up first, and what it holds now is said last."""
+    context, there, code = multiprocessing.get_context("fork"), [], -signal.SIGKILL
+    while code == -signal.SIGKILL:
+        slots = slots_on(files)
+        slots.clear()
+        memory = HostMemory(slots)
+        sealed = [keep(slots, memory, step, numbered(step, count=1000)) for step in (1, 2)]
+        maker = context.Process(target=_copy_until_killed, args=(files, len(there)))
+        maker.start()
+        maker.join()
+        code = maker.exitcode
+        found, wrong = slots.load()
+        there.append(([slots.has(one) for one in sealed], found.manifest.step))
+        assert wrong == []
+    (first, *between, last), nothing_said = there, ([False, True], 2)
+    assert (first, last) == (([True, True], 2), ([False, True], 3))
+    assert between
+    assert between == [nothing_said] * len(between)
 
 
 @pytest.mark.parametrize("place", ["header", "first byte", "last byte", "what describes it"])

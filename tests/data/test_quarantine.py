@@ -39,13 +39,17 @@ def test_the_stand_in_does_not_depend_on_what_else_is_known():
     """In whatever order ranks find bad samples, they end with the same stand-ins."""
     first, second = make(bad_max=SIZE), make(bad_max=SIZE)
     bad = [*range(0, SIZE, 2)]
-    for index in bad:
-        add(first, index)
+    at_once = [add(first, index) for index in bad]
     for index in reversed(bad):
         add(second, index)
     found = [first.stand_in(index) for index in bad]
     assert found == [second.stand_in(index) for index in bad]
     assert not set(found) & set(bad)
+    kept = [
+        (before, after) for before, after in zip(at_once, found, strict=True) if before not in bad
+    ]
+    assert len(kept) > 2
+    assert all(before == after for before, after in kept), "while fewer were known"
 
 
 def test_ranks_share_one_file(tmp_path):

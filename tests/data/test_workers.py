@@ -14,9 +14,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from ddp_runner.core.loader_recovery import CALM_STEPS
 from ddp_runner.data.order import SampleOrder
+from ddp_runner.data.workers.memory_files import SMALL_BYTES
 from ddp_runner.data.workers.pool import _Mailboxes, garbage_kept
 from ddp_runner.data.workers.timeouts import SLICE_S
 from ddp_runner.kernel.rules.faults import FaultKind
@@ -331,12 +333,20 @@ def test_stopped_worker_is_not_waited_for_as_long_as_a_slow_one(pin):
     assert took_s < 2.0 + SOON_S
 
 
+def _as_large_ones(samples):
+    """A batch that is sent as large ones are: by the descriptor of its memory."""
+    memory = torch.zeros(SMALL_BYTES, dtype=torch.int64)
+    return torch.stack(samples, out=memory[: len(samples)])
+
+
 def test_batches_of_a_stopped_worker_that_are_ready_are_served():
     """What a worker has finished can be had without it: unpacking never waits for the sender."""
     reported = []
     dataset = Counted()
-    with make(dataset, prefetch_factor=4, on_repaired=reported.append) as loader:
+    more = {"prefetch_factor": 4, "collate_fn": _as_large_ones}
+    with make(dataset, on_repaired=reported.append, **more) as loader:
         loader.take(0)
+        assert reported == []
         _wait_until_loaded_ahead(dataset, loader)
         os.kill(loader.worker_pids[0], signal.SIGSTOP)
         for step in range(1, 5):

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import shutil
+import stat
 import subprocess
 import sys
 import threading
@@ -282,6 +283,24 @@ def test_a_failed_write_keeps_the_previous_summary(tmp_path, monkeypatch, failin
     monkeypatch.undo()
     assert read_summary(path).steps == 1
     assert names_in(tmp_path) == ["summary.json"]
+
+
+def test_a_summary_is_synced_before_its_name_and_its_folder_after(tmp_path, monkeypatch):
+    """A power cut leaves the old summary or the new one, and the new one once the call has returned."""
+    sync, rename, done = os.fsync, Path.replace, []
+
+    def synced(descriptor):
+        done.append(f"{'folder' if stat.S_ISDIR(os.fstat(descriptor).st_mode) else 'file'} synced")
+        sync(descriptor)
+
+    def renamed(path, target):
+        done.append("renamed")
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "replace", renamed)
+    write_summary(tmp_path / "summary.json", run_summary(steps=1))
+    assert done == ["file synced", "renamed", "folder synced"]
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", '{"status": "completed"}', "not json"])

@@ -337,6 +337,7 @@ MUTATIONS = (
     _break(
         "compiled-alike", '"automatic_dynamic_shapes": False', '"automatic_dynamic_shapes": True'
     ),
+    _break("compiled-alike", '"optimize_ddp": False', '"optimize_ddp": True'),
     _break(
         "compared-before-save",
         "judge(Trust.UNKNOWN)",
@@ -463,7 +464,13 @@ MUTATIONS = (
         ' + struct.pack("<q", self.samples)).ljust(_HEADER_BYTES, b"\\0"), 0);'
         ' self._write(b"".join(packed), offsets[0])',
     ),
-    _break("one-way-in", "self._iterator._get_data = self._receive_in_time", "pass"),
+    # Read and unpacked as torch does it: whole, but without a look at the workers.
+    _break(
+        "one-way-in",
+        "self._iterator._get_data = self._receive_in_time",
+        "self._iterator._get_data = lambda: (lambda number, packed:"
+        " (number, self._inboxes.unpack(packed)))(*results.get(timeout=5.0))",
+    ),
     _break("die-downhill", "parent_death.die_with_parent(self._rank_pid)", "pass"),
     _break(
         "descriptors-first",

@@ -7,6 +7,7 @@ import importlib
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ddp_runner.config import check_relations, from_flat
@@ -43,7 +44,8 @@ def _shapes_and_phases(_me, folder):
     seen = []
 
     def backend(graph, inputs):
-        seen.append((Phase(slot.get(Cell.PHASE)), [tuple(one.shape) for one in inputs]))
+        sizes = [tuple(getattr(one, "shape", ())) for one in inputs]  # a dynamic size has none
+        seen.append((Phase(slot.get(Cell.PHASE)), sizes))
         return graph.forward
 
     def double(inputs):
@@ -76,6 +78,41 @@ def test_each_shape_has_code_of_its_own_until_there_are_too_many(tmp_path):
     assert set(phases) == {Phase.FORWARD}, "and goes on where it was"
     assert count == FEW
     assert kind is FaultKind.COMPILATION_FAILED
+
+
+class _TwoBuckets(nn.Module):
+    """A model whose first layer fills a bucket of 1 MB."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(512, 512) for _ in range(2))
+
+    def forward(self, inputs):
+        for layer in self.layers:
+            inputs = layer(inputs)
+        return inputs
+
+
+def _graphs_of_two_buckets(_me, folder):
+    _compiler(folder)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    graphs = []
+
+    def backend(graph, _inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    model = _TwoBuckets()
+    model.compile(backend=backend)
+    replica = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1)
+    for _ in range(2):  # DDP lays its buckets out again after the first
+        replica(torch.ones(1, 512)).sum().backward()
+    return len(graphs)
+
+
+def test_a_compiled_model_is_not_cut_where_buckets_end(tmp_path):
+    """A survivor compiled before DDP laid its buckets out again, and its replacement after."""
+    assert run_ranks(_graphs_of_two_buckets, 1, str(tmp_path)) == [1]
 
 
 def _turned(_me, folder):

@@ -2,78 +2,76 @@
 
 from __future__ import annotations
 
-import io
 import os
-import signal
-import threading
-import time
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
+import pytest
+
+COMPILER = shutil.which("cc")
+ROOT = Path(__file__).resolve().parents[2]
+# A C++ function takes this lock at its first call only, to make what it keeps for all later ones.
+COUNTING_LOCK = """
+#include <sched.h>
+static long calls;
+long first_calls(void) { return calls; }
+int __cxa_guard_acquire(char *guard) {
+    __atomic_add_fetch(&calls, 1, __ATOMIC_SEQ_CST);
+    for (char free = 0;; free = 0, sched_yield()) {
+        if (__atomic_load_n(guard, __ATOMIC_ACQUIRE)) return 0;
+        if (__atomic_compare_exchange_n(guard + 1, &free, 1, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) return 1;
+    }
+}
+void __cxa_guard_release(char *guard) {
+    __atomic_store_n(guard, 1, __ATOMIC_RELEASE);
+    __atomic_store_n(guard + 1, 0, __ATOMIC_SEQ_CST);
+}
+void __cxa_guard_abort(char *guard) { __atomic_store_n(guard + 1, 0, __ATOMIC_SEQ_CST); }
+"""
+# As the threads that hash and save do, which make no tensor of their own.
+BESIDE_A_STEP = """
+import ctypes, io, threading
 import torch
-
 from ddp_runner.checkpoint.snapshot import HostMemory
 from ddp_runner.training.components.tensor_hash import tensor_hash
 from ddp_runner.training.starting.fork_safety import make_forks_safe
-from tests.processes import run_ranks
 
-TRIES = 12  # two or three of them go wrong where nothing was called before
-FORKS_MAX = 60
-STUCK_S = 20.0
+first_calls = ctypes.CDLL(None).first_calls
+first_calls.restype = ctypes.c_long
 
-
-def _beside_the_step(tensors):
-    """As the threads that hash and save do, which make no tensor of their own."""
+def beside_a_step(tensors):
     for tensor in tensors:
         tensor_hash(tensor)
         snapshot = HostMemory().snapshot({"tensor": tensor}, steady=[tensor])
         snapshot.copy_steady()
         torch.save(snapshot.content, io.BytesIO())
 
-
-def _first_sample():
-    """As a dataset does that no rank ever asks for a sample in its own process."""
-    numbers = torch.randn(8, generator=torch.Generator().manual_seed(1))
-    (0.05 * numbers + 1)[:2].sum().unsqueeze(0)
-
-
-def _in_a_process(act):
-    """The pid of a fork that does ``act`` and ends with what it returns."""
-    pid = os.fork()
-    if pid:
-        return pid
-    try:
-        os._exit(act() or 0)
-    finally:
-        os._exit(255)
+tensors = [torch.ones(size) for size in (9, 128, 4096)]
+before = first_calls()
+make_forks_safe()
+ahead = first_calls()
+thread = threading.Thread(target=beside_a_step, args=(tensors,))
+thread.start()
+thread.join()
+print(ahead - before, first_calls() - ahead)
+"""
 
 
-def _fork_all_along():
-    """How many are stuck of those that are forked while the thread is at work."""
-    tensors = [torch.ones(size) for size in (9, 128, 4096)]
-    thread = threading.Thread(target=_beside_the_step, args=(tensors,))
-    thread.start()
-    forks = []
-    while thread.is_alive() and len(forks) < FORKS_MAX:
-        forks.append(_in_a_process(_first_sample))
-    thread.join()
-    give_up_s = time.monotonic() + STUCK_S
-    while forks and time.monotonic() < give_up_s:
-        forks = [pid for pid in forks if os.waitpid(pid, os.WNOHANG) == (0, 0)]
-        time.sleep(0.002)
-    for pid in forks:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-    return len(forks)
-
-
-def _stuck(me):
-    """Of as many ranks as there are tries, each of which starts fresh."""
-    make_forks_safe()
-    return [
-        os.waitstatus_to_exitcode(os.waitpid(_in_a_process(_fork_all_along), 0)[1])
-        for _ in range(TRIES)
-    ]
-
-
-def test_a_process_forked_beside_the_threads_of_a_rank_is_never_stuck():
-    """Locks of the C and C++ runtimes, held by a thread at a fork, are held in that fork for ever."""
-    assert run_ranks(_stuck, 1) == [[0] * TRIES]
+@pytest.mark.skipif(not COMPILER, reason="there is no C compiler")
+def test_threads_beside_a_step_make_no_first_call_of_torch(tmp_path):
+    """A process forked during such a call inherits the call's lock, and waits for it at its own first call."""
+    (tmp_path / "lock.c").write_text(COUNTING_LOCK, encoding="utf-8")
+    lock = tmp_path / "lock.so"
+    subprocess.run([COMPILER, "-shared", "-fPIC", "-o", lock, tmp_path / "lock.c"], check=True)
+    program = subprocess.run(
+        [sys.executable, "-c", BESIDE_A_STEP],
+        env={**os.environ, "LD_PRELOAD": str(lock), "PYTHONPATH": str(ROOT)},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    ahead, beside = map(int, program.stdout.split())
+    assert ahead > 0, "the lock is counted"
+    assert beside == 0

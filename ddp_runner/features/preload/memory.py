@@ -106,7 +106,7 @@ class SampleMemory:
             offsets.append(end)
         # INVARIANT counted-last: a sample counts as read only once all of it is in memory, so that who goes
         # on after a reader that was killed begins with the first that is not. Broken if: the header is written
-        # before the samples. Guarded by: test_a_reader_that_is_killed_is_followed_by_another.
+        # before the samples. Guarded by: test_a_kill_at_any_write_counts_only_whole_samples.
         self._write(b"".join(packed), offsets[0])
         self._write(struct.pack(f"<{len(offsets)}q", *offsets), self._place_of_offset(first))
         header = _HEADER.pack(_MAGIC, filling.done, filling.unread, filling.first_unread)

@@ -205,7 +205,7 @@ def replace_file_synced(path: Path, data: bytes) -> None:
     """Replace a file as :func:`replace_file` does, and sync it to disk before returning."""
     # INVARIANT publish-last: the file is on disk before its name is, and its name before we return.
     # Broken if: the replace moves above the first fsync, or the directory is not synced.
-    # Guarded by: test_a_failed_write_keeps_the_previous_summary.
+    # Guarded by: test_a_summary_is_synced_before_its_name_and_its_folder_after.
     _replace(path, data, is_synced=True)
     directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

@@ -26,9 +26,11 @@ CACHE_FOLDER = "compiled"
 GRAPHS_MAX = 64  # of one function; with one more shape a process would go on without compiling
 _CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 # INVARIANT compiled-alike: every process of a run has the same code for the same shapes.
+# The model's own compilation asks for "dynamic"; functions that a task compiles itself follow these settings.
 # Broken if: shapes become dynamic by what was met, a graph is cut where DDP's buckets end, or code is
 # left uncompiled because a process has met many shapes. Guarded by:
-# test_compiled_steps_survive_every_fault_to_the_bit.
+# test_each_shape_has_code_of_its_own_until_there_are_too_many,
+# test_a_compiled_model_is_not_cut_where_buckets_end.
 _DYNAMO = {
     "automatic_dynamic_shapes": False,
     "assume_static_by_default": True,

@@ -19,7 +19,7 @@ from ddp_runner.training.components.tensor_hash import tensor_hash
 
 # INVARIANT nothing-new-in-threads: no thread of a rank calls what torch has not been asked for before.
 # Broken if: hashing or saving beside the step begins to use other functions of torch than these.
-# Guarded by: test_a_process_forked_beside_the_threads_of_a_rank_is_never_stuck.
+# Guarded by: test_threads_beside_a_step_make_no_first_call_of_torch.
 @functools.cache
 def make_forks_safe() -> None:
     """Hash, copy and write a tensor, once in a process and all that are forked from it.

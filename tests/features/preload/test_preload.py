@@ -430,6 +430,45 @@ def test_a_reader_that_is_killed_is_followed_by_another(memory, tmp_path):
         assert_equal(shared[index], plain[index])
 
 
+def _append_until_killed(memory, writes):
+    """Add samples two at a time; at the write after so many this process is killed."""
+    left, write = iter(range(writes)), os.pwrite
+
+    def write_or_die(*words):
+        if next(left, None) is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return write(*words)
+
+    os.pwrite = write_or_die
+    for done in (2, 4):
+        packed = [pack(Counted()[index]) for index in (done - 2, done - 1)]
+        memory.append(packed, filling=Filling(done=done))
+
+
+def _killed_at(writes):
+    """The memory that such a process leaves; how it ended."""
+    memory = SampleMemory(os.memfd_create("samples"), samples=100)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            _append_until_killed(memory, writes)
+        finally:
+            os._exit(0)
+    return memory, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_a_kill_at_any_write_counts_only_whole_samples():
+    """The reader that follows begins with the first sample that is not whole."""
+    counts, code = [], -signal.SIGKILL
+    while code == -signal.SIGKILL:
+        memory, code = _killed_at(len(counts))
+        counts.append(memory.filling().done)
+        for index in range(counts[-1]):
+            assert_equal(PreloadedDataset(memory)[index], Counted()[index])
+        memory.close()
+    assert (sorted(set(counts)), counts) == ([0, 2, 4], sorted(counts))
+
+
 def test_first_samples_that_are_not_counted_yet_are_none(memory):
     """Whoever looks while they are written, or after their reader was killed at that, finds an empty file."""
     os.pwrite(memory._descriptor, b"half of a sample", memory._data_begin)

@@ -12,6 +12,7 @@ import pytest
 
 from ddp_runner.config.fields import known_fields
 from ddp_runner.features.report.html_page import html_report
+from ddp_runner.features.report.html_page import page as html_page
 from ddp_runner.features.report.improvements import EndedRun, improvements
 from ddp_runner.features.report.report_comparison import compared, differing_settings
 from ddp_runner.features.report.run_report import (
@@ -245,3 +246,7 @@ def test_a_report_holds_no_tag_of_a_run(tmp_path):
         assert set(figures) == {"steps", "time", "timeline", "use"}
         assert "<img" not in json.dumps(figures)
         assert "default-src 'none'" in page
+    figures = {EVIL: [EVIL, "\u2028"]}
+    tags = Tags(html_page(title=EVIL, body="", figures=figures, plotly=""))
+    assert [tag for tag, _ in tags.found if tag in ("img", "script")] == ["script"] * 3
+    assert json.loads(tags.text["figures"]) == figures
