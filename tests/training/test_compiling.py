@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 
 import pytest
@@ -113,6 +114,35 @@ def _graphs_of_two_buckets(_me, folder):
 def test_a_compiled_model_is_not_cut_where_buckets_end(tmp_path):
     """A survivor compiled before DDP laid its buckets out again, and its replacement after."""
     assert run_ranks(_graphs_of_two_buckets, 1, str(tmp_path)) == [1]
+
+
+class _Own(nn.Sequential):
+    """A class of the user's, of which torch compiles the calls."""
+
+    def forward(self, inputs):
+        return super().forward(inputs)
+
+
+def _graphs_by_kind(_me, folder):
+    found = []
+
+    def backend(graph, _inputs):
+        found[-1] += 1
+        return graph.forward
+
+    torch.compile = functools.partial(torch.compile, backend=backend)
+    for kind in (_Own, nn.Sequential):
+        found.append(0)
+        model = kind(nn.Linear(2, 3), nn.Linear(3, 2))
+        compiler, _ = _compiler(folder, model)
+        compiler.turn(on=True)
+        model(torch.ones(1, 2))
+    return found
+
+
+def test_a_model_of_torch_s_own_class_is_compiled_too(tmp_path):
+    """``nn.Sequential(...).compile()`` compiles nothing, and says nothing."""
+    assert run_ranks(_graphs_by_kind, 1, str(tmp_path)) == [[1, 1]]
 
 
 def _turned(_me, folder):

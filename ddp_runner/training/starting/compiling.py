@@ -11,10 +11,11 @@ import importlib
 import os
 import shlex
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from ddp_runner.core.settings import RunSettings
@@ -47,6 +48,21 @@ _DYNAMO = {
 _INDUCTOR = {"compile_threads": 1, "fx_graph_cache": True}
 
 
+def _compiled_call(model: nn.Module, options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Return what calls the model compiled, with no change to the model.
+
+    Torch compiles no function of its own that is called first, as the call of an ``nn.Sequential`` is: that of another
+    class has ``forward`` of the user's within it.
+    """
+    if not type(model).__module__.startswith("torch."):
+        return torch.compile(model._call_impl, **options)  # noqa: SLF001 - as Module.compile() does
+
+    def call(*args: Any, **named: Any) -> Any:
+        return model._call_impl(*args, **named)  # type: ignore[no-untyped-call] # noqa: SLF001
+
+    return torch.compile(call, **options)
+
+
 class Compiler:
     """Compiles one model in one process. Compiles nothing before the model is called."""
 
@@ -69,8 +85,7 @@ class Compiler:
             "fullgraph": settings.compile_fullgraph,
             "dynamic": settings.compile_dynamic,
         }
-        model.compile(**self._options)
-        self._call = model._compiled_call_impl  # noqa: SLF001 - torch has no way to turn it off
+        self._call = _compiled_call(model, self._options)
         self.turn(on=False)
 
     @property
