@@ -7,6 +7,7 @@ Any other object is known by its identity, and one that is too large, or cannot 
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import types
@@ -238,7 +239,7 @@ class Stateful(Kept):
         if not is_stateful(live):
             raise NotPlainError("an object that is not there yet")
         # Not put back in what it gives: one that empties itself before it loads would find nothing there.
-        live.load_state_dict(_on_devices_of(live.state_dict(), self.state.given_back(None)))
+        live.load_state_dict(_of_kinds_in(live.state_dict(), self.state.given_back(None)))
         return live
 
     def plain(self) -> Any:
@@ -543,12 +544,20 @@ def _ordered(values: Any) -> list[Any]:
     return list(_entries(values))
 
 
-def _on_devices_of(live: Any, value: Any) -> Any:
-    """``value``, with tensors on the devices of those in ``live``: what was sent comes in host memory."""
+def _of_kinds_in(live: Any, value: Any) -> Any:
+    """``value``, with tensors on the devices of those in ``live``, and dicts of their classes.
+
+    A sent value has its tensors in host memory, and plain dicts.
+    """
     if isinstance(value, Tensor):
         return value.to(live.device) if isinstance(live, Tensor) else value
     if isinstance(value, dict) and isinstance(live, dict):
-        value.update({k: _on_devices_of(live[k], value[k]) for k in value.keys() & live.keys()})
-    elif isinstance(value, list) and isinstance(live, list):
-        value[: len(live)] = map(_on_devices_of, live, value)
+        items = {
+            key: _of_kinds_in(dict.get(live, key), dict.get(value, key)) for key in _entries(value)
+        }
+        into = copy.copy(live) if type(value) is dict and type(live) is not dict else value
+        _refill(into, items)  # not by its own update(): a Counter's adds
+        return into
+    if isinstance(value, list) and isinstance(live, list):
+        value[: len(live)] = map(_of_kinds_in, live, value)
     return value
