@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import json
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from types import SimpleNamespace
 
 import pytest
@@ -627,6 +627,24 @@ def kept_state(**objects):
     for name, value in objects.items():
         kept.add(name, value)
     return KeptState(kept, settings=from_flat({}), device=CPU, dataset_size=8)
+
+
+def test_a_defaultdict_in_a_kept_object_keeps_its_default():
+    """``keep`` tries whether an object takes its own state back."""
+
+    class Seen:
+        def __init__(self):
+            self.by_step = defaultdict(list)
+
+        def state_dict(self):
+            return {"by_step": self.by_step}
+
+        def load_state_dict(self, state):
+            self.by_step = state["by_step"]
+
+    seen = Seen()
+    KeptObjects().add("seen", seen)
+    assert seen.by_step[0] == []
 
 
 def two_optimizers():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import random
-from collections import Counter, deque, namedtuple
+from collections import Counter, defaultdict, deque, namedtuple
 
 import numpy as np
 import pytest
@@ -34,6 +34,23 @@ def _schedule():
     return schedule
 
 
+class _History:
+    """Needs the classes of what it holds."""
+
+    def __init__(self):
+        self.seen, self.best = defaultdict(list), Point(1, [])
+
+    def step(self):
+        self.seen[len(self.seen)].append(self.best.x)
+        self.best = Point(self.best.x / 2, [])
+
+    def state_dict(self):
+        return dict(vars(self))
+
+    def load_state_dict(self, state):
+        vars(self).update(state)
+
+
 def _step(one):
     one.step()
 
@@ -58,6 +75,7 @@ VALUES = {
     "numpy state": (lambda: np.random.RandomState(3), lambda one: one.rand()),
     "optimizer": (_optimizer, _step),
     "schedule": (_schedule, _step),
+    "history": (_History, _step),
 }  # fmt: skip
 
 
@@ -72,6 +90,7 @@ def test_what_is_changed_in_place_is_put_back_in_place(name):
     assert not kept.is_in(value)
     assert kept.given_back(value) is value
     assert kept.is_in(value)
+    change(value)  # it works as before
 
 
 @pytest.mark.parametrize("name", VALUES)
@@ -91,7 +110,7 @@ def test_what_is_sent_arrives_in_a_process_that_has_made_its_own(name):
     assert kept_of(arrived).digest() == kept.digest()
     change(arrived)  # it works as before
     if name not in ("counter", "namedtuple"):
-        has_state = name in ("optimizer", "schedule")
+        has_state = name in ("optimizer", "schedule", "history")
         assert type(arrived if has_state else received.given_back(None)) is type(value)
 
 

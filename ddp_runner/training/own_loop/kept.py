@@ -23,7 +23,7 @@ from ddp_runner.training.components.several_optimizers import SeveralOptimizers
 from ddp_runner.training.components.tuning import Tuning
 from ddp_runner.training.exactness.kept_kinds import NotPlainError
 from ddp_runner.training.exactness.side_state import SideState
-from ddp_runner.training.exactness.values import kept_of
+from ddp_runner.training.exactness.values import kept_of, state_for
 from ddp_runner.training.local_state.local_state import LocalState
 from ddp_runner.training.own_loop.left_gradients import LeftGradients
 from ddp_runner.training.state import DataState, Trained, TrainState, Watches
@@ -144,9 +144,10 @@ def _refuse_without_state(name: str, value: Any) -> None:
             expected = f"is of type {kind}, which has no {method}(); give it one, or leave it out"
             raise BadInputError(f"keep({name}=...)", "", expected)
     try:
-        before = kept_of(value.state_dict())
+        state = value.state_dict()
+        before = kept_of(state)
         before.plain()
-        value.load_state_dict(before.given_back(None))
+        value.load_state_dict(state_for(state, before))
         is_alike = before.is_in(value.state_dict())
     except NotPlainError as error:
         expected = f"has a state that holds {error}; only tensors and plain values can be kept"
