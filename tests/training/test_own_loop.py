@@ -665,6 +665,15 @@ def make_step(model, first, second, schedule):
     schedule.step()
 
 
+def test_a_replaced_rank_steps_a_schedule_of_epochs_without_a_warning():
+    """At the end of the first epoch its optimizer has made no step in its process."""
+    *_, state = two_optimizers()
+    state.committed_step = 3
+    *_, schedule, other = two_optimizers()
+    other.restore(state.capture())
+    schedule.step()  # a warning is an error here
+
+
 def test_a_state_of_several_optimizers_goes_to_another_process_whole():
     """Moments by their parameters and in their own types, rates as the schedule has them."""
     model, first, second, schedule, state = two_optimizers()

@@ -301,6 +301,10 @@ class KeptState(TrainState):
             for name, module in self._named_modules():
                 module.training = name not in in_eval
         _retype(self.optimizer, self.optimizer_state_of(state)["state"])
+        if self.committed_step > 0:
+            # Else torch warns of a scheduler that steps before the optimizer has done so in this process.
+            for optimizer in self._kept.optimizers.values():
+                vars(optimizer)["_opt_called"] = True
         self._forget_unscaled()
         self.gradients.restore(state.get("gradients", {}))
         self._take_as_it_is()
