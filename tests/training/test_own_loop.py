@@ -6,6 +6,8 @@ import contextlib
 import copy
 import dataclasses
 import json
+import os
+import signal
 import threading
 from collections import OrderedDict, defaultdict
 from types import SimpleNamespace
@@ -19,6 +21,7 @@ from ddp_runner.checkpoint.left_out import left_out
 from ddp_runner.config import from_flat
 from ddp_runner.core.step_schedule import RunLength
 from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.kernel.rules.faults import FaultError, FaultKind, Origin
 from ddp_runner.training.components.start_weights import completed
 from ddp_runner.training.local_runtime import local_runtime
 from ddp_runner.training.own_loop import model_replica
@@ -26,6 +29,7 @@ from ddp_runner.training.own_loop.attached_run import AttachedRun
 from ddp_runner.training.own_loop.batches import (
     GivenBatches,
     OwnBatches,
+    leave_deaths_to_loaders,
     length_of,
     why_alike,
     why_spawned,
@@ -786,6 +790,43 @@ def shuffled():
 
 def jitter(items):
     return torch.stack([one[0] for one in items]) + torch.rand(())
+
+
+class EndsItsWorker(torch.utils.data.Dataset):
+    """Ends the process that loads its second sample, by a signal or by an exit."""
+
+    def __init__(self, way):
+        self.way = way
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        if index == 1:
+            self.way()
+        return index
+
+
+@pytest.mark.parametrize(
+    ("way", "error", "message"),
+    [
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), FaultError, "exited unexpectedly"),
+        (lambda: os._exit(1), RuntimeError, "exited unexpectedly"),
+        (lambda: 1 / 0, ZeroDivisionError, "division"),
+    ],
+    ids=["killed", "ended", "raised"],
+)
+def test_only_a_killed_worker_is_a_fault_from_outside(way, error, message):
+    """However often it comes, the run is not to blame."""
+    leave_deaths_to_loaders()
+    own = own_batches(DataLoader(EndsItsWorker(way), batch_size=2, num_workers=1))
+    with pytest.raises(error, match=message) as caught:
+        own.take(0)
+    if error is FaultError:
+        assert (caught.value.fault.origin, caught.value.fault.kind) == (
+            Origin.OUTSIDE,
+            FaultKind.RANK_RAISED,
+        )
 
 
 def test_a_process_that_comes_late_draws_the_same_batches():

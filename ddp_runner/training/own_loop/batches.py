@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass, replace
+from multiprocessing.connection import wait
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ from ddp_runner.core.settings import Settings
 from ddp_runner.core.step_schedule import RunLength
 from ddp_runner.data.by_number import gives_by_number
 from ddp_runner.data.loader import Loader
+from ddp_runner.kernel.rules.faults import Fault, FaultError, FaultKind, Origin
 from ddp_runner.kernel.values.nested import PLAIN, SENT, rebuilt, tensors_in
 from ddp_runner.training.components.tensor_hash import combined, tensor_hash
 from ddp_runner.training.exactness.held_values import DataWatch, owners_of
@@ -402,7 +404,29 @@ class OwnBatches:
             batch = next(self._drawn, _NONE)
             if batch is _NONE:
                 raise misuse("the batches are empty") from None
+        except Exception as error:
+            if not _has_killed_worker(self._drawn, error):
+                raise
+            raise FaultError(
+                Fault(
+                    kind=FaultKind.RANK_RAISED,
+                    rank=self._rank,
+                    step=self._next_step,
+                    cause=f"{type(error).__name__}: {error}",
+                    origin=Origin.OUTSIDE,
+                )
+            ) from error
         return batch
+
+
+def _has_killed_worker(drawn: Any, error: Exception) -> bool:
+    """Whether a worker of this iterator, if it is a DataLoader's, has ended by SIGKILL before ``error``."""
+    if not isinstance(drawn, _MultiProcessingDataLoaderIter):
+        return False
+    workers = drawn._workers  # noqa: SLF001 - there is no other way
+    if isinstance(error, (ConnectionError, EOFError)):  # it was not quite dead
+        wait([one.sentinel for one in workers], timeout=_LOOKS_EVERY_S)
+    return any(one.exitcode == -signal.SIGKILL for one in workers)
 
 
 def _handed(value: Any, *, on_shared: Callable[[str], None]) -> Any:
