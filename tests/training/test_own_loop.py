@@ -310,6 +310,12 @@ def _compiled_net(run):
     one_step(run, net, optimizer)
 
 
+def _lbfgs(run):
+    model, _ = parts()
+    run.ddp(model)
+    run.keep(model=model, optimizer=torch.optim.LBFGS(model.parameters()))
+
+
 def _no_length(run):
     model, optimizer = parts()
     run.ddp(model)
@@ -344,6 +350,7 @@ def _short_batches(run):
     ("misused", "says"),
     [
         (_closure, "computes the loss again"),
+        (_lbfgs, "keep(optimizer=...): is an LBFGS, which asks for the loss several times a step"),
         (_forward_after_update, "the net is called after optimizer.step()"),
         (
             _gan(_losses_first),

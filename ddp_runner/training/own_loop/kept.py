@@ -59,6 +59,9 @@ class KeptObjects:
                     f" {_OF_WRAPPER}"
                 )
                 raise BadInputError(f"keep({name}=...)", "", expected)
+            if isinstance(value, torch.optim.LBFGS):
+                expected = "is an LBFGS, which asks for the loss several times a step: that is not in this version"
+                raise BadInputError(f"keep({name}=...)", "", expected)
             self.optimizers[name] = value
         elif hasattr(value, "param_groups") and callable(getattr(value, "step", None)):
             kind = type(value).__name__
