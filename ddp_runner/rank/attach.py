@@ -26,6 +26,7 @@ from ddp_runner.system import heartbeat
 from ddp_runner.training.figures.train_report import TrainReport
 from ddp_runner.training.local_runtime import local_runtime
 from ddp_runner.training.own_loop.attached_run import AttachedRun
+from ddp_runner.training.own_loop.batches import leave_deaths_to_loaders
 from ddp_runner.training.own_loop.drilled_run import DrilledRun, ShareWanted
 from ddp_runner.training.own_loop.misuse import misuse
 
@@ -144,6 +145,7 @@ def attach(config: Mapping[str, Any] | None = None) -> AttachedRun:
 def _attached(
     settings: Settings, runtime: Runtime, on_end: Callable[[TrainReport], object] = lambda _: None
 ) -> AttachedRun:
+    leave_deaths_to_loaders()
     return AttachedRun(settings, runtime, arguments=shlex.join(sys.argv[1:]), on_end=on_end)
 
 

@@ -7,11 +7,13 @@ import json
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -19,7 +21,7 @@ from ddp_runner.kernel.rules.exits import ExitCode
 from ddp_runner.training.components.tensor_hash import tensor_hash
 from tests import ready
 from tests.scenarios.conftest import NO_SPARE, PATIENT, filled_once
-from tests.scenarios.harness import ROOT, Run
+from tests.scenarios.harness import ROOT, Run, poll
 from tests.test_documented import blocks_of
 
 LOOPS = Path(__file__).with_name("loops")
@@ -568,6 +570,34 @@ def test_parameters_are_unfrozen_anywhere_before_the_net_is_called(
     with run_loop(tmp_path, "--unfreeze", where) as run:
         expected = fault_free("--unfreeze", "behind")
         assert_as_if_nothing_happened(run, tmp_path, expected, repaired=2 * len(steps))
+
+
+KILL_ONCE_ASKED = """
+import time
+while not os.path.exists("go"):
+    run.alive()
+    time.sleep(0.01)
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_worker_lost_during_a_repair_costs_no_step(tmp_path, fault_free):
+    """Rank 0 waits and alone has the newest state: it notices that its DataLoader lacks a worker with its next batch."""
+    plant(tmp_path, r1_s7_forward=KILL_ONCE_ASKED)
+    with (
+        tempfile.TemporaryDirectory(dir="/tmp") as short,
+        run_loop(tmp_path, "--own-loader", "--workers", "2", variables={"TMPDIR": short}) as run,
+    ):
+        run.wait_for_event("world_formed")
+        zygote = run.named("ddp:zygote").pid
+        run.signal(signal.SIGSTOP, zygote)
+        (tmp_path / "go").touch()
+        run.wait_for_event("plan")
+        worker, *_ = psutil.Process(run.rank_pid(0)).children()
+        worker.kill()
+        poll(lambda: worker.status() == psutil.STATUS_ZOMBIE, what="the end of the worker")
+        run.signal(signal.SIGCONT, zygote)
+        assert_as_if_nothing_happened(run, tmp_path, fault_free("--own-loader"), repaired=2)
 
 
 def test_a_replaced_rank_draws_the_same_from_a_dataloader(tmp_path, fault_free):

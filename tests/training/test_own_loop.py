@@ -6,8 +6,10 @@ import contextlib
 import copy
 import dataclasses
 import json
+import os
+import signal
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +21,7 @@ from ddp_runner.checkpoint.left_out import left_out
 from ddp_runner.config import from_flat
 from ddp_runner.core.step_schedule import RunLength
 from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.kernel.rules.faults import FaultError, FaultKind, Origin
 from ddp_runner.training.components.start_weights import completed
 from ddp_runner.training.local_runtime import local_runtime
 from ddp_runner.training.own_loop import model_replica
@@ -26,6 +29,7 @@ from ddp_runner.training.own_loop.attached_run import AttachedRun
 from ddp_runner.training.own_loop.batches import (
     GivenBatches,
     OwnBatches,
+    leave_deaths_to_loaders,
     length_of,
     why_alike,
     why_spawned,
@@ -306,6 +310,12 @@ def _compiled_net(run):
     one_step(run, net, optimizer)
 
 
+def _lbfgs(run):
+    model, _ = parts()
+    run.ddp(model)
+    run.keep(model=model, optimizer=torch.optim.LBFGS(model.parameters()))
+
+
 def _no_length(run):
     model, optimizer = parts()
     run.ddp(model)
@@ -340,6 +350,7 @@ def _short_batches(run):
     ("misused", "says"),
     [
         (_closure, "computes the loss again"),
+        (_lbfgs, "keep(optimizer=...): is an LBFGS, which asks for the loss several times a step"),
         (_forward_after_update, "the net is called after optimizer.step()"),
         (
             _gan(_losses_first),
@@ -629,6 +640,24 @@ def kept_state(**objects):
     return KeptState(kept, settings=from_flat({}), device=CPU, dataset_size=8)
 
 
+def test_a_defaultdict_in_a_kept_object_keeps_its_default():
+    """``keep`` tries whether an object takes its own state back."""
+
+    class Seen:
+        def __init__(self):
+            self.by_step = defaultdict(list)
+
+        def state_dict(self):
+            return {"by_step": self.by_step}
+
+        def load_state_dict(self, state):
+            self.by_step = state["by_step"]
+
+    seen = Seen()
+    KeptObjects().add("seen", seen)
+    assert seen.by_step[0] == []
+
+
 def two_optimizers():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)).to(torch.bfloat16)
     first = torch.optim.Adam(model[0].parameters(), lr=0.1)
@@ -645,6 +674,15 @@ def make_step(model, first, second, schedule):
         one.step()
         one.zero_grad()
     schedule.step()
+
+
+def test_a_replaced_rank_steps_a_schedule_of_epochs_without_a_warning():
+    """At the end of the first epoch its optimizer has made no step in its process."""
+    *_, state = two_optimizers()
+    state.committed_step = 3
+    *_, schedule, other = two_optimizers()
+    other.restore(state.capture())
+    schedule.step()  # a warning is an error here
 
 
 def test_a_state_of_several_optimizers_goes_to_another_process_whole():
@@ -759,6 +797,43 @@ def shuffled():
 
 def jitter(items):
     return torch.stack([one[0] for one in items]) + torch.rand(())
+
+
+class EndsItsWorker(torch.utils.data.Dataset):
+    """Ends the process that loads its second sample, by a signal or by an exit."""
+
+    def __init__(self, way):
+        self.way = way
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        if index == 1:
+            self.way()
+        return index
+
+
+@pytest.mark.parametrize(
+    ("way", "error", "message"),
+    [
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), FaultError, "exited unexpectedly"),
+        (lambda: os._exit(1), RuntimeError, "exited unexpectedly"),
+        (lambda: 1 / 0, ZeroDivisionError, "division"),
+    ],
+    ids=["killed", "ended", "raised"],
+)
+def test_only_a_killed_worker_is_a_fault_from_outside(way, error, message):
+    """However often it comes, the run is not to blame."""
+    leave_deaths_to_loaders()
+    own = own_batches(DataLoader(EndsItsWorker(way), batch_size=2, num_workers=1))
+    with pytest.raises(error, match=message) as caught:
+        own.take(0)
+    if error is FaultError:
+        assert (caught.value.fault.origin, caught.value.fault.kind) == (
+            Origin.OUTSIDE,
+            FaultKind.RANK_RAISED,
+        )
 
 
 def test_a_process_that_comes_late_draws_the_same_batches():

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import io
 import random
-from collections import Counter, deque, namedtuple
+from collections import Counter, defaultdict, deque, namedtuple
 
 import numpy as np
 import pytest
 import torch
+from torch.optim import lr_scheduler
 
 from ddp_runner.training.exactness.values import ENTRIES_MAX, NotPlainError, from_wire, kept_of
 
@@ -23,8 +24,35 @@ def _optimizer():
     return optimizer
 
 
-def _step(optimizer):
+def _schedule():
+    """It holds a Counter, and calls that one's ``elements()`` in its second step."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], 0.1)
+    warming = lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2)
+    falling = lr_scheduler.MultiStepLR(optimizer, [2, 4])
+    schedule = lr_scheduler.SequentialLR(optimizer, [warming, falling], [2])
     optimizer.step()
+    return schedule
+
+
+class _History:
+    """Needs the classes of what it holds."""
+
+    def __init__(self):
+        self.seen, self.best = defaultdict(list), Point(1, [])
+
+    def step(self):
+        self.seen[len(self.seen)].append(self.best.x)
+        self.best = Point(self.best.x / 2, [])
+
+    def state_dict(self):
+        return dict(vars(self))
+
+    def load_state_dict(self, state):
+        vars(self).update(state)
+
+
+def _step(one):
+    one.step()
 
 
 VALUES = {
@@ -46,6 +74,8 @@ VALUES = {
     "numpy generator": (lambda: np.random.default_rng(3), lambda one: one.random()),
     "numpy state": (lambda: np.random.RandomState(3), lambda one: one.rand()),
     "optimizer": (_optimizer, _step),
+    "schedule": (_schedule, _step),
+    "history": (_History, _step),
 }  # fmt: skip
 
 
@@ -60,6 +90,7 @@ def test_what_is_changed_in_place_is_put_back_in_place(name):
     assert not kept.is_in(value)
     assert kept.given_back(value) is value
     assert kept.is_in(value)
+    change(value)  # it works as before
 
 
 @pytest.mark.parametrize("name", VALUES)
@@ -77,8 +108,10 @@ def test_what_is_sent_arrives_in_a_process_that_has_made_its_own(name):
     arrived = received.given_back(other)
     assert kept.is_in(arrived)
     assert kept_of(arrived).digest() == kept.digest()
+    change(arrived)  # it works as before
     if name not in ("counter", "namedtuple"):
-        assert type(received.given_back(None) if name != "optimizer" else arrived) is type(value)
+        has_state = name in ("optimizer", "schedule", "history")
+        assert type(arrived if has_state else received.given_back(None)) is type(value)
 
 
 def test_what_a_stateful_object_receives_is_on_its_devices():

@@ -79,8 +79,9 @@ class DrillKeeper(DrillRunner):
         ] = {}  # of other machines -> when it is given up
         self._now_s = 0.0  # of the newest turn
         self._kept: tuple[int, int] | None = (
-            None  # that a repair has cut short: its files are there
+            None  # that a repair, or a signal, has cut short: its files are there
         )
+        self._killed: tuple[int, int] | None = None  # the newest that was killed and kept for that
         self._problem: tuple[int, str] | None = (
             None  # of the newest drill without a result, if none had one since
         )
@@ -390,8 +391,14 @@ class DrillKeeper(DrillRunner):
     def ended(self, ended: Ended, output: str, now_s: float) -> None:
         """Take in that the drill's process was reaped. One that has reported has nothing to add."""
         del now_s
-        if self._running is not None:
-            self._report_skipped(how_it_ended(ended, output))
+        if self._running is None:
+            return
+        why = how_it_ended(ended, output)
+        if ended.signal_number is None or not self.lacks_proof or self._running == self._killed:
+            self._report_skipped(why)
+            return
+        self._killed = self._running  # what has killed it may be gone at the end of the run
+        self._cut_short(why, keeps=True)
 
     def drop(self) -> None:
         """Give up drills that have not begun: the ranks repeat their steps, or end."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from ddp_runner.kernel.rules.classify import Attribution
 from ddp_runner.kernel.rules.election import EMPTY_STEP, ReplicaProgress
 from ddp_runner.kernel.rules.exits import RunStatus
-from ddp_runner.kernel.rules.faults import Fault, FaultKind
+from ddp_runner.kernel.rules.faults import Fault, FaultKind, Origin
 from ddp_runner.kernel.rules.limits import RecoveryLimits
 from ddp_runner.kernel.rules.phases import Phase
 from ddp_runner.kernel.rules.repeats import count_tries, row_without_progress, same_error
@@ -214,7 +214,8 @@ def judge_parked(
 def _repeated(incident: Incident, history: Sequence[Incident]) -> list[tuple[Fault, Incident]]:
     """Each cause that is the same error at the same place as a cause of an earlier incident, with that.
 
-    At the end of a run all is at one step: there the place is how far its evaluation has come.
+    At the end of a run all is at one step: there the place is how far its evaluation has come. An error that comes from
+    outside, as of a loader worker that somebody has killed, says nothing about the run.
     """
     there = [
         earlier
@@ -226,7 +227,8 @@ def _repeated(incident: Incident, history: Sequence[Incident]) -> list[tuple[Fau
         (fault, earlier)
         for fault in incident.attribution.causes
         for earlier in there
-        if any(same_error(fault, one) for one in earlier.attribution.causes)
+        if fault.origin is not Origin.OUTSIDE
+        and any(same_error(fault, one) for one in earlier.attribution.causes)
     ]
 
 

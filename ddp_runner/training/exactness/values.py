@@ -7,6 +7,7 @@ Any other object is known by its identity, and one that is too large, or cannot 
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import types
@@ -238,7 +239,7 @@ class Stateful(Kept):
         if not is_stateful(live):
             raise NotPlainError("an object that is not there yet")
         # Not put back in what it gives: one that empties itself before it loads would find nothing there.
-        live.load_state_dict(_on_devices_of(live.state_dict(), self.state.given_back(None)))
+        live.load_state_dict(state_for(live.state_dict(), self.state))
         return live
 
     def plain(self) -> Any:
@@ -543,12 +544,30 @@ def _ordered(values: Any) -> list[Any]:
     return list(_entries(values))
 
 
-def _on_devices_of(live: Any, value: Any) -> Any:
-    """``value``, with tensors on the devices of those in ``live``: what was sent comes in host memory."""
+def state_for(live: Any, kept: Kept) -> Any:
+    """Return a kept state, for the object whose state is ``live`` now: on its devices, in containers of its classes.
+
+    A sent state has its tensors in host memory, in plain containers. A kept one lacks what a class has
+    besides its entries, as a defaultdict's factory.
+    """
+    return _of_kinds_in(live, kept.given_back(None))
+
+
+def _of_kinds_in(live: Any, value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.to(live.device) if isinstance(live, Tensor) else value
     if isinstance(value, dict) and isinstance(live, dict):
-        value.update({k: _on_devices_of(live[k], value[k]) for k in value.keys() & live.keys()})
-    elif isinstance(value, list) and isinstance(live, list):
-        value[: len(live)] = map(_on_devices_of, live, value)
+        items = {
+            key: _of_kinds_in(dict.get(live, key), dict.get(value, key)) for key in _entries(value)
+        }
+        is_one_of_them = type(value) in (dict, type(live)) and type(live) is not dict
+        into = copy.copy(live) if is_one_of_them else value
+        _refill(into, items)  # not by its own update(): a Counter's adds
+        return into
+    if isinstance(value, list) and isinstance(live, list):
+        value[: len(live)] = map(_of_kinds_in, live, value)
+    elif type(value) is tuple and isinstance(live, tuple):
+        found = [*map(_of_kinds_in, live, value), *value[len(live) :]]
+        is_named = hasattr(live, "_fields") and len(live) == len(found)
+        return type(live)(*found) if is_named else tuple(found)
     return value

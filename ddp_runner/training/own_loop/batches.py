@@ -8,9 +8,12 @@ from __future__ import annotations
 import copy
 import hashlib
 import multiprocessing
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass, replace
+from multiprocessing.connection import wait
 from typing import Any
 
 import numpy as np
@@ -23,11 +26,14 @@ from torch.utils.data import (
     SequentialSampler,
     Subset,
 )
+from torch.utils.data._utils import MP_STATUS_CHECK_INTERVAL, signal_handling
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from ddp_runner.core.settings import Settings
 from ddp_runner.core.step_schedule import RunLength
 from ddp_runner.data.by_number import gives_by_number
 from ddp_runner.data.loader import Loader
+from ddp_runner.kernel.rules.faults import Fault, FaultError, FaultKind, Origin
 from ddp_runner.kernel.values.nested import PLAIN, SENT, rebuilt, tensors_in
 from ddp_runner.training.components.tensor_hash import combined, tensor_hash
 from ddp_runner.training.exactness.held_values import DataWatch, owners_of
@@ -36,8 +42,26 @@ from ddp_runner.values.generators import seed_offset, seed_step
 
 _ELEMENTS_READ = 100_000  # of an array, about, spread over all of it
 _SAYS_AFTER_S = 1.0  # that it draws what is behind
+_LOOKS_EVERY_S = 0.5  # for dead workers, while a batch of a DataLoader is awaited
 _NONE = object()
 _DRAWING = -2  # in the place of a micro-step, where a batch is drawn
+
+
+def leave_deaths_to_loaders() -> None:
+    """Have each DataLoader of this process notice a dead worker where it awaits a batch, and nowhere else.
+
+    Torch's handler for SIGCHLD raises RuntimeError at whatever line the rank is. Outside the loop's own code
+    that ends the process, which alone may have the newest state.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    # A DataLoader that was used before has set it.
+    if getattr(signal.getsignal(signal.SIGCHLD), "__module__", "") == signal_handling.__name__:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal_handling._SIGCHLD_handler_set = True  # noqa: SLF001 - there is no other way
+    awaits: Any = _MultiProcessingDataLoaderIter._try_get_data  # noqa: SLF001
+    if awaits.__defaults__ == (MP_STATUS_CHECK_INTERVAL,):
+        awaits.__defaults__ = (_LOOKS_EVERY_S,)
 
 
 def length_of(batches: Iterable[Any], *, accumulate: int, max_steps: int, epochs: int) -> RunLength:
@@ -380,7 +404,29 @@ class OwnBatches:
             batch = next(self._drawn, _NONE)
             if batch is _NONE:
                 raise misuse("the batches are empty") from None
+        except Exception as error:
+            if not _has_killed_worker(self._drawn, error):
+                raise
+            raise FaultError(
+                Fault(
+                    kind=FaultKind.RANK_RAISED,
+                    rank=self._rank,
+                    step=self._next_step,
+                    cause=f"{type(error).__name__}: {error}",
+                    origin=Origin.OUTSIDE,
+                )
+            ) from error
         return batch
+
+
+def _has_killed_worker(drawn: Any, error: Exception) -> bool:
+    """Whether a worker of this iterator, if it is a DataLoader's, has ended by SIGKILL before ``error``."""
+    if not isinstance(drawn, _MultiProcessingDataLoaderIter):
+        return False
+    workers = drawn._workers  # noqa: SLF001 - there is no other way
+    if isinstance(error, (ConnectionError, EOFError)):  # it was not quite dead
+        wait([one.sentinel for one in workers], timeout=_LOOKS_EVERY_S)
+    return any(one.exitcode == -signal.SIGKILL for one in workers)
 
 
 def _handed(value: Any, *, on_shared: Callable[[str], None]) -> Any:

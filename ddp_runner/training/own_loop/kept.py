@@ -23,7 +23,7 @@ from ddp_runner.training.components.several_optimizers import SeveralOptimizers
 from ddp_runner.training.components.tuning import Tuning
 from ddp_runner.training.exactness.kept_kinds import NotPlainError
 from ddp_runner.training.exactness.side_state import SideState
-from ddp_runner.training.exactness.values import kept_of
+from ddp_runner.training.exactness.values import kept_of, state_for
 from ddp_runner.training.local_state.local_state import LocalState
 from ddp_runner.training.own_loop.left_gradients import LeftGradients
 from ddp_runner.training.state import DataState, Trained, TrainState, Watches
@@ -58,6 +58,9 @@ class KeptObjects:
                     f"is a {type(value).__name__} whose state_dict() is not that of an optimizer (state, param_groups):"
                     f" {_OF_WRAPPER}"
                 )
+                raise BadInputError(f"keep({name}=...)", "", expected)
+            if isinstance(value, torch.optim.LBFGS):
+                expected = "is an LBFGS, which asks for the loss several times a step: that is not in this version"
                 raise BadInputError(f"keep({name}=...)", "", expected)
             self.optimizers[name] = value
         elif hasattr(value, "param_groups") and callable(getattr(value, "step", None)):
@@ -144,9 +147,10 @@ def _refuse_without_state(name: str, value: Any) -> None:
             expected = f"is of type {kind}, which has no {method}(); give it one, or leave it out"
             raise BadInputError(f"keep({name}=...)", "", expected)
     try:
-        before = kept_of(value.state_dict())
+        state = value.state_dict()
+        before = kept_of(state)
         before.plain()
-        value.load_state_dict(before.given_back(None))
+        value.load_state_dict(state_for(state, before))
         is_alike = before.is_in(value.state_dict())
     except NotPlainError as error:
         expected = f"has a state that holds {error}; only tensors and plain values can be kept"
@@ -300,6 +304,10 @@ class KeptState(TrainState):
             for name, module in self._named_modules():
                 module.training = name not in in_eval
         _retype(self.optimizer, self.optimizer_state_of(state)["state"])
+        if self.committed_step > 0:
+            # Else torch warns of a scheduler that steps before the optimizer has done so in this process.
+            for optimizer in self._kept.optimizers.values():
+                vars(optimizer)["_opt_called"] = True
         self._forget_unscaled()
         self.gradients.restore(state.get("gradients", {}))
         self._take_as_it_is()

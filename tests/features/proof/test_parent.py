@@ -339,6 +339,28 @@ def test_a_drill_that_was_cut_short_is_done_at_the_end(simulate, step):
     assert (proof(run), reasons(run)) == ({step}, [])
 
 
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_drill_that_is_killed_is_done_again_at_the_end(simulate, times):
+    """Once, as it proves a repair: what has killed it may be gone by then."""
+    run = replaced(simulate)
+    run.to_step(50)
+    give(run, 50)
+    run.run_until(lambda: run.rank(DRILL))
+    run.kill(DRILL)
+    run.run_until(lambda: run.helper(DRILL_ROLE) is None)
+    run.run_until(lambda: run.supervisor._finished_at_s is not None)
+    run.run_until(lambda: run.rank(DRILL), within_s=10.0)
+    assert run.drills_asked == [(50, 1), (50, 1)]
+    if times == 1:
+        answer(run, 50)
+    else:
+        run.kill(DRILL)
+    began_s = run.clock.now_s
+    assert_done(run)
+    assert run.clock.now_s - began_s < 1.0
+    assert (proof(run), bool(reasons(run))) == (({50}, False) if times == 1 else (set(), True))
+
+
 def test_the_end_waits_for_a_drill_only_so_long(simulate):
     """Then the run is not exact: it was not proved."""
     run = finishing(replaced(simulate))

@@ -184,6 +184,16 @@ def test_another_error_or_step_is_retried(earlier):
     )
 
 
+def test_a_worker_that_is_killed_again_says_nothing_of_the_run():
+    """What its rank raises then comes from outside, however often at one step; the newest state stays."""
+    died = incident(
+        FaultKind.RANK_RAISED, cause="RuntimeError: worker", origin=Origin.OUTSIDE, at_s=0.0
+    )
+    answer = plan(died, [replace(died, kept=1)] * 3, newest=9, parked=((1, 10),))
+    assert isinstance(answer, ReplaceRanks)
+    assert answer.kept == 1
+
+
 TRACEBACK = """Traceback (most recent call last):
   File "/x/step.py", line 40, in loss
     return check(batch)

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LinearLR, MultiStepLR, SequentialLR
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 EPOCHS = 2
@@ -46,11 +46,12 @@ class Trainer:
 
 
 def parts():
-    """Return what is trained, with a rate that warms up."""
+    """Return what is trained, with a rate that warms up and falls in steps."""
     torch.manual_seed(7)
     model = nn.Sequential(nn.Linear(8, 24), nn.LayerNorm(24), nn.GELU(), nn.Linear(24, 4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    return model, optimizer, LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
+    warming, falling = LinearLR(optimizer, 0.1, total_iters=4), MultiStepLR(optimizer, [3, 7])
+    return model, optimizer, SequentialLR(optimizer, [warming, falling], [4])
 
 
 def loader(world_size, rank):
