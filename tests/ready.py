@@ -4,7 +4,7 @@ Importing torch is nearly all that a run of a few steps costs. All processes of 
 child of whom it always is, and get real signals; a zygote that is lost is followed by an ordinary one, unless ZYGOTES
 in the environment says how many are there.
 What differs: the interpreters' options and what they read once of the environment (PYTHONHASHSEED), that
-the supervisor has torch in its memory, and that a program which ends leaves its memory to the kernel.
+the supervisor has torch in its memory, that torch has computed a step, and that a program which ends leaves its memory to the kernel.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import ctypes
 import fcntl
 import gc
 import importlib
+import io
 import json
 import os
 import resource
@@ -225,6 +226,8 @@ def _serve(path: str, owner_pid: int, imports: list[str]) -> None:
         importlib.import_module(name)
     assert not (left := zygote.what_forks_inherit()), f"{imports}: {left}"
     installed.parts("parent")
+    _make_step()
+    assert not zygote.what_forks_inherit()
     gc.freeze()
     use_huge_pages()
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -244,6 +247,17 @@ def _serve(path: str, owner_pid: int, imports: list[str]) -> None:
             os.close(owner)
             _keep(link)
         link.close()
+
+
+def _make_step() -> None:
+    """Compute and save once: torch's first forward and first save set up what each fork would, for 8 ms."""
+    torch = sys.modules["torch"]
+    nn = torch.nn
+    layers = (nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 1))
+    model = nn.Sequential(*layers)
+    with torch.no_grad():
+        nn.functional.mse_loss(model(torch.zeros(8, 8)), torch.zeros(8, 1))
+    torch.save(model.state_dict(), io.BytesIO())
 
 
 def _keep(link) -> None:

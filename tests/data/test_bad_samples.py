@@ -117,14 +117,19 @@ def test_a_bad_sample_is_replaced_once_and_for_all(dataset):
     assert [repaired.fault.kind for repaired in reported].count(FaultKind.BAD_SAMPLE) == 1
 
 
-@pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize(
-    ("bad", "many"),
-    [((17, 18, 19), False), ((17, 21), True), ((17, 21, 25), False), ((0, 1, 2, 3), True)],
-    ids=["one batch", "two batches", "three batches", "all of the first"],
+    ("bad", "many", "workers"),
+    [
+        ((17, 18, 19), False, 1),
+        ((17, 21), True, 2),
+        ((17, 21, 25), False, 2),
+        ((0, 1, 2, 3), True, 1),
+        ((0, 1, 2, 3), True, 2),
+    ],
+    ids=["one batch", "two batches", "three batches", "all of the first", "first of two workers"],
 )
-def test_several_samples_that_kill_every_worker_are_all_replaced(bad, workers, many):
-    """In one batch or in successive ones, which workers load at a time: none reaches the rank."""
+def test_several_samples_that_kill_every_worker_are_all_replaced(bad, many, workers):
+    """In one batch or in successive ones, which two workers load at a time: none reaches the rank."""
     reported, known = [], quarantine(bad_max=len(bad))
     dataset = KillsOrHangs(*bad, many=many)
     with make(

@@ -8,7 +8,7 @@ import random
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import Sampler, Subset, TensorDataset
+from torch.utils.data import Sampler, TensorDataset
 
 from ddp_runner.training.task import Datasets
 from tests.hashed_names import Name
@@ -129,7 +129,6 @@ class EachEpoch(Sampler):
 KINDS = {
     "sampled": TensorDataset,
     "harder": HarderData,
-    "wrapped": HarderData,
     "drawing": DrawingData,
     "caching": CachingData,
     "scaled": ScaledData,
@@ -140,7 +139,7 @@ class UnkeptTask(CarelessTask):
     """Its rows are of one of the kinds above; after each epoch they are a little harder."""
 
     def __init__(self, kind="harder"):
-        self.kind, self.is_wrapped = KINDS[kind], kind == "wrapped"
+        self.kind = KINDS[kind]
         self.steps, self.sampler = 0, EachEpoch() if kind == "sampled" else None
 
     def build_datasets(self):
@@ -148,8 +147,7 @@ class UnkeptTask(CarelessTask):
         self.rows = self.kind(x, x[:, :2].sum(1, keepdim=True))
         if self.kind is ScaledData:
             self.rows.scaled = self.scaled
-        rows = Subset(self.rows, range(240)) if self.is_wrapped else self.rows
-        return Datasets(train=rows, sampler=self.sampler)
+        return Datasets(train=self.rows, sampler=self.sampler)
 
     def scaled(self, row):
         return row * (1 + self.steps / 100)

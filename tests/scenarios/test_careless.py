@@ -62,7 +62,6 @@ def test_data_that_is_shuffled_where_it_is_made_is_the_same_everywhere(tmp_path,
 
 UNKEPT = CARELESS.replace(":CarelessTask", ":UnkeptTask")
 LEVEL = "`data.level` changes during training and is not kept: compute what depends on the step"
-WRAPPED = LEVEL.replace("data.level", "data.dataset.level")
 CACHE = "a cache of random draws in the dataset changes during training and is not kept"
 
 
@@ -70,7 +69,6 @@ CACHE = "a cache of random draws in the dataset changes during training and is n
     ("kind", "fault", "line"),
     [
         ("harder", "kill:rank=1,step=22", LEVEL),
-        ("wrapped", "kill:rank=1,step=22", WRAPPED),
         ("scaled", "kill:rank=1,step=22", ""),
         ("sampled", "kill:rank=1,step=25", ""),
         ("caching", "kill:rank=all,step=22", CACHE),

@@ -81,3 +81,17 @@ def test_seed_all_makes_models_equal():
         built.append(torch.nn.Linear(3, 3).weight.detach().clone())
     assert torch.equal(built[0], built[1])
     assert not torch.equal(built[0], built[2])
+
+
+@pytest.mark.parametrize("is_built", [False, True])
+def test_devices_are_seeded_where_torch_has_any(monkeypatch, is_built):
+    """The host's generators are seeded alike in both cases."""
+    asked = []
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: is_built)
+    monkeypatch.setattr(torch, "manual_seed", asked.append)
+    seed_all(5)
+    first = draws()
+    seed_all(5)
+    assert draws() == first
+    assert len(set(asked)) == is_built
+    assert asked[:1] == [torch.initial_seed()][: len(asked)]
