@@ -13,7 +13,6 @@ from ddp_runner.kernel.wire.messages import Fork
 from ddp_runner.rank import attach, trained
 from ddp_runner.rank.main_program import run_attached
 from ddp_runner.system.launch_folder import begin_here
-from ddp_runner.values.word_sums import odd_numbers
 
 
 def ahead(modules: str) -> Ahead:
@@ -28,7 +27,7 @@ def ahead(modules: str) -> Ahead:
 def _settle() -> None:
     begin_here()
     installed.parts("child")
-    odd_numbers()  # as for ranks of a task
+    trained.compute_once()
 
 
 def run(request: Fork, descriptors: list[int]) -> int:

@@ -83,7 +83,6 @@ def preload(wanted: str) -> float:
     ahead: Ahead = importlib.import_module(module).ahead(words)
     for name in ahead.ours:
         importlib.import_module(name)
-    _enter_region()
     ahead.settle()
     was_fit = not ahead.theirs or not what_forks_inherit()
     for name in ahead.theirs:
@@ -95,12 +94,6 @@ def preload(wanted: str) -> float:
     gc.freeze()  # keeps the collector from touching, and so copying, shared pages
     gc.enable()
     return time.monotonic() - began_s
-
-
-def _enter_region() -> None:
-    """Enter a region of torch's profiler, as DDP does in each forward: in torch 2.13 the first one imports for 4 ms."""
-    with sys.modules["torch"].autograd.profiler.record_function("ahead"):
-        pass
 
 
 def fork_to_supervisor(supervisor_pid: int, run: Callable[[], int]) -> int:
