@@ -8,6 +8,7 @@ import dataclasses
 import json
 import os
 import signal
+import tempfile
 import threading
 from collections import OrderedDict, defaultdict
 from types import SimpleNamespace
@@ -823,12 +824,14 @@ class EndsItsWorker(torch.utils.data.Dataset):
     ],
     ids=["killed", "ended", "raised"],
 )
-def test_only_a_killed_worker_is_a_fault_from_outside(way, error, message):
+def test_only_a_killed_worker_is_a_fault_from_outside(way, error, message, monkeypatch):
     """However often it comes, the run is not to blame."""
     leave_deaths_to_loaders()
     own = own_batches(DataLoader(EndsItsWorker(way), batch_size=2, num_workers=1))
-    with pytest.raises(error, match=message) as caught:
-        own.take(0)
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:  # where the worker leaves its sockets
+        monkeypatch.setattr(tempfile, "tempdir", short)
+        with pytest.raises(error, match=message) as caught:
+            own.take(0)
     if error is FaultError:
         assert (caught.value.fault.origin, caught.value.fault.kind) == (
             Origin.OUTSIDE,

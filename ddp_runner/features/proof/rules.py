@@ -112,8 +112,12 @@ class RepairLedger:
         return self.count - len(self._open)
 
     def repaired(self, replaced: Collection[int], *, step: int) -> None:
-        """Take in a repair that has replaced these ranks; the others continued from ``step``."""
+        """Take in a repair that has replaced these ranks; the others continued from ``step``.
+
+        If that is an earlier step than before, the steps since then are done again, and their drills count anew.
+        """
         self.count += 1
+        self._open = {number: min(formed, step) for number, formed in self._open.items()}
         self._open[self.count] = step
         self._replaced_by |= dict.fromkeys(replaced, self.count)
 

@@ -150,6 +150,17 @@ def test_a_repair_is_proved_by_a_rank_that_has_lived_through_it():
     assert ledger.proved == 2
 
 
+def test_a_drill_of_steps_done_again_proves_both_repairs():
+    """All ranks were lost soon after a repair, and continued from an earlier step."""
+    ledger = RepairLedger(ranks=(0, 1))
+    ledger.repaired([0], step=24)
+    ledger.passed(1, step=22)
+    assert ledger.proved == 0, "a drill from before the repair"
+    ledger.repaired([0, 1], step=20)
+    ledger.passed(1, step=22)
+    assert ledger.proved == ledger.count == 2
+
+
 def test_a_repair_without_a_witness_is_proved_by_any_drill_after_it():
     """All were replaced at once, or one by one before a drill came to its end."""
     ledger = RepairLedger(ranks=(0, 1))
