@@ -83,32 +83,6 @@ def _name_groups(items):
             item._id = type(item._id).parse(named)
 
 
-# So many tests lie ready for a test process, which else waits after each short one until the next is handed to it.
-_READY = 8
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config, log):
-    """Return xdist's own scheduler of groups, which hands out more ahead, and counts no test that is done."""
-    if config.getvalue("dist") != "loadgroup":
-        return None
-    from xdist.scheduler import LoadGroupScheduling
-
-    class Ahead(LoadGroupScheduling):
-        def mark_test_complete(self, node, item_index, duration=0):
-            group = self._split_scope(self.registered_collections[node][item_index])
-            super().mark_test_complete(node, item_index, duration)
-            if all(self.assigned_work[node][group].values()):
-                del self.assigned_work[node][group]
-
-        def _reschedule(self, node):
-            super()._reschedule(node)
-            while self.workqueue and self._pending_of(self.assigned_work[node]) < _READY:
-                self._assign_work_unit(node)
-
-    return Ahead(config, log)
-
-
 def _turn(item):
     limit = item.get_closest_marker("timeout")
     if limit is not None and limit.args[0] > 300:
