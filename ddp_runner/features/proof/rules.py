@@ -114,7 +114,7 @@ class RepairLedger:
     def repaired(self, replaced: Collection[int], *, step: int) -> None:
         """Take in a repair that has replaced these ranks; the others continued from ``step``.
 
-        If that is an earlier step than before, the steps since then are done again, and their drills count anew.
+        If that is an earlier step than before, the steps since then are done again, and their drills count for it, too.
         """
         self.count += 1
         self._open = {number: min(formed, step) for number, formed in self._open.items()}
