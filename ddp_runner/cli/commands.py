@@ -100,9 +100,8 @@ def main(argv: Sequence[str], *, is_this_process: bool = False) -> int:
     except OSError as error:
         if error.errno not in _NO_ROOM:
             raise
-        sys.stdout = (
-            None  # where it is what cannot be written, Python would say so again at its end
-        )
+        # Where it is what cannot be written, Python would say so again at its end.
+        sys.stdout = None
         where = f" {printable(str(error.filename))}" if error.filename else ""
         print(f"ddp_runner: error: cannot write{where}: {error.strerror}", file=sys.stderr)
         return ExitCode.FAILED

@@ -91,12 +91,8 @@ def run_as_main(
 def _show_as_read(path: str, source: bytes) -> None:
     """Have whoever reads the lines of a file that runs read those that run: it may be edited meanwhile."""
     lines = io.StringIO(decode_source(source)).readlines()
-    linecache.cache[path] = (
-        len(source),
-        None,
-        lines,
-        path,
-    )  # no time: never compared with the file
+    # Without a time it is never compared with the file.
+    linecache.cache[path] = (len(source), None, lines, path)
 
 
 def _search_first(folder: str) -> None:

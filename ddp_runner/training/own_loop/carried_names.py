@@ -127,9 +127,8 @@ class _Reading:
     file: str = ""  # of the function that is being read, if it is not the loop's
     inlined: list[str] = field(default_factory=list)  # functions that are being read
     inlined_count: int = 0
-    renewed: dict[str, Carried] = field(
-        default_factory=dict
-    )  # dicts of which hooks have written all
+    # Dicts of which hooks have written all.
+    renewed: dict[str, Carried] = field(default_factory=dict)
     of_kept: set[str] = field(default_factory=set)  # what a kept object holds, under another name
 
     def carried(self) -> dict[str, Carried]:
