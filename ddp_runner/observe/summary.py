@@ -153,6 +153,12 @@ class ExactProof:
     repairs_proved: str = ""
     differences: tuple[Difference, ...] = ()
 
+    @property
+    def has_open_repairs(self) -> bool:
+        """True if no drill has proved one of the repairs."""
+        proved, _, repairs = self.repairs_proved.partition(" of ")
+        return proved != repairs
+
     @classmethod
     def of(
         cls,

@@ -135,15 +135,15 @@ class DrillKeeper(DrillRunner):
         held = [one.ready.committed_step for one in self._world.present if one.ready is not None]
         self._formed_step = step = max(held, default=0)
         before, self._processes = self._processes, processes
-        is_take_over = self._recorder.facts.took_over and not self._has_taken_over
-        if is_take_over:
+        facts = self._recorder.facts
+        if (facts.took_over or facts.owes_proof) and not self._has_taken_over:
             # INVARIANT taken-over-is-repaired: a coordinator that takes over counts that as a repair to be proved, as it
-            # does not know what its predecessor has proved. Broken if: a run is called exact although no drill has proved
-            # its last repair.
+            # does not know what its predecessor has proved; so does a launch after one with repairs that are not proved.
+            # Broken if: a run is called exact although no drill has proved its last repair.
             # Guarded by: test_a_run_that_was_taken_over_is_to_be_proved.
             self._has_taken_over = True
             replaced = self._without_memory()
-        elif before is None or before == processes or not self._recorder.facts.ever_formed:
+        elif before is None or before == processes or not facts.ever_formed:
             return
         else:
             replaced = [rank for rank, one in enumerate(processes) if one != before[rank]]

@@ -66,6 +66,7 @@ class RunFacts:
     saved_any: bool = False  # by this launch
     was_complete: bool = False  # before this launch, which keeps its result
     took_over: bool = False  # the ranks' memory, or a copy, from a lost coordinator
+    owes_proof: bool = False  # the launch before it has ended with repairs that are not proved
     formed_at_s: float = 0.0  # when the newest generation was asked to form, or loaded for that
     # Why the result is not bit-identical to that of a run without faults. Others add to this very list.
     inexact_reasons: list[str] = field(default_factory=list)

@@ -60,8 +60,12 @@ class RunBegin:
         self._directories.claim()
 
     def _take_up(self, run_id: str) -> None:
-        """Go on with a run; why it is not exact any more stands in its newest status.json."""
-        path = Path(self._plan().settings.run.log_dir, "status.json")
+        """Go on with a run; why it is not exact any more stands in its newest status.json.
+
+        Whether its repairs are proved stands in its newest summary.json.
+        """
+        log_dir = Path(self._plan().settings.run.log_dir)
+        path = log_dir / "status.json"
         reasons = self._recorder.facts.inexact_reasons
         with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, KeyError):
             status = from_json(read_small(path))
@@ -69,6 +73,10 @@ class RunBegin:
                 kept = [str(reason) for reason in status["inexact_reasons"]]
                 # Ranks may have reported some already; those of before come first.
                 reasons[:] = dict.fromkeys([*kept, *reasons])
+        with contextlib.suppress(OSError, ValueError):
+            summary = read_summary(log_dir / "summary.json")
+            is_it = summary.run_id == run_id
+            self._recorder.facts.owes_proof = is_it and summary.exact_proof.has_open_repairs
 
     def record(self, ready: Sequence[Ready]) -> bool:
         """Open the files and record the beginning. Returns whether the run was complete before."""

@@ -510,11 +510,12 @@ def test_an_earlier_proof_is_none_of_a_later_repair(simulate):
     assert reason.startswith("not proved: a rank was replaced")
 
 
+@pytest.mark.parametrize("fact", ["took_over", "owes_proof"])
 @pytest.mark.parametrize("is_proved", [True, False])
-def test_a_run_that_was_taken_over_is_to_be_proved(simulate, is_proved):
+def test_a_run_that_was_taken_over_is_to_be_proved(simulate, is_proved, fact):
     """What the coordinator before has not proved is not known: the takeover is a repair, of the ranks without memory."""
     run = simulate(steps=100)
-    run.supervisor.facts.took_over = True
+    setattr(run.supervisor.facts, fact, True)
     run.to_step(10)
     assert keeper_of(run).owes() is not None
     give(run, 20)
