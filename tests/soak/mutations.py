@@ -595,7 +595,12 @@ MUTATIONS = (
     _break("newest-is-saved", "return present if is_newer else here", "return here or present"),
     _break("superseded-writes-nothing", "self._files.status.is_anothers", "False"),
     _break("taken-over-is-repaired", "replaced = self._without_memory()", "return"),
-    _break("taken-over-is-repaired", "facts.took_over or facts.owes_proof", "facts.took_over"),
+    _break(
+        "taken-over-is-repaired",
+        "facts.took_over or facts.owes_proof",
+        "facts.took_over",
+        after="before, self._processes = self._processes, processes",
+    ),
     _break("one-budget", "[before] * heir.restarts", "[]"),
     _break("memory-is-saved", "return True", "return False"),
     # what each rank has of its own
