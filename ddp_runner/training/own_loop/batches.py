@@ -420,7 +420,7 @@ class OwnBatches:
 
 
 def _has_killed_worker(drawn: Any, error: Exception) -> bool:
-    """Whether a worker of this iterator, if it is a DataLoader's, has ended by SIGKILL before ``error``."""
+    """Return True if ``drawn`` is a DataLoader's iterator and one of its workers had ended by SIGKILL before ``error``."""
     if not isinstance(drawn, _MultiProcessingDataLoaderIter):
         return False
     workers = drawn._workers  # noqa: SLF001 - there is no other way
