@@ -155,7 +155,7 @@ class ExactProof:
 
     @property
     def has_open_repairs(self) -> bool:
-        """True if no drill has proved one of the repairs."""
+        """True if there is a repair that no drill has proved."""
         proved, _, repairs = self.repairs_proved.partition(" of ")
         return proved != repairs
 

@@ -319,6 +319,12 @@ MUTATIONS = (
         "one for one in ('net',)",
     ),
     _break(
+        "hooks-write-first",
+        "if not _uses_arguments_alone(hook, source, value, places):",
+        "if False:",
+        after="value, places = _values_in(hook, source, given)",
+    ),
+    _break(
         "looked-behind-a-repair",
         "or self._is_last_chance()",
         "",

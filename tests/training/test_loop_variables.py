@@ -511,7 +511,12 @@ def early(module, inputs, output):
     if inputs[0].sum() % 4: return
     feats["h"] = output.detach()
 def given(name, module, inputs, output): feats[name] = output
+def average(module, inputs, output): feats["h"] = 0.9 * feats["h"] + output.detach()
 class Extractor:
+    count = 0
+    def counted(self, module, inputs, output):
+        self.count += 1
+        feats["h"] = output * self.count
     def hook(self, module, inputs, output): self.hidden = output
 extractor = Extractor()
 """
@@ -581,6 +586,14 @@ HOOKS = {
             f"net.first.register_forward_hook(hook)\nfeats['n'] = 0\n{HEAD}"
             "loss = net(batch).sum() * feats['n']; loss.backward(); feats['n'] += 1"
         ),
+    ),
+    "an average": (
+        ["feats"],
+        "feats['h'] = torch.zeros(3)\nnet.first.register_forward_hook(average)\n" + _AFTER,
+    ),
+    "scaled by a count of the hook's own": (
+        ["feats"],
+        "net.first.register_forward_hook(extractor.counted)\n" + _AFTER,
     ),
     "written in some steps": (
         ["feats"],

@@ -270,7 +270,7 @@ class _Reading:
         return isinstance(place, ast.Constant) and self._is_new(owner, place.value, written)
 
     # INVARIANT hooks-write-first: what a loop reads of a forward hook is of the same step. Broken if: a place
-    # counts as new before the module was called, or though the hook may leave it as it is.
+    # counts as new before the module was called, or though the hook may leave it as it is, or writes what depends on it.
     # Guarded by: test_what_forward_hooks_write_is_carried_only_where_it_may_be_old.
     def _is_new(self, owner: str | None, place: object, written: set[str]) -> bool:
         """Return True if modules that were called before have hooks that write this place of ``owner``."""

@@ -7,6 +7,7 @@ changes them once more. Changes nothing, and keeps no batch alive.
 from __future__ import annotations
 
 import ast
+import builtins
 import inspect
 import linecache
 import math
@@ -297,11 +298,35 @@ class _HookWrites:
             return
         if (source := self._source_of(hook)) is None:
             return
-        value = _values_in(hook, source, given)
-        for of, key in _always_set(source):
+        value, places = _values_in(hook, source, given), [*_always_set(source)]
+        if not _uses_arguments_alone(hook, source, value, places):
+            return
+        for of, key in places:
             owner, place = value(of), key if isinstance(key, str) else value(key)
             if owner is not _NOTHING and isinstance(place, (str, int)):
                 self._places.append((module, owner, place))
+
+
+def _uses_arguments_alone(
+    hook: FunctionType,
+    source: ast.FunctionDef | ast.AsyncFunctionDef,
+    value: Callable[[ast.AST], Any],
+    places: Iterable[tuple[ast.expr, ast.expr | str]],
+) -> bool:
+    """Return True if ``hook`` reads nothing but torch's arguments: else it may write what an earlier step has left."""
+    parts = [one for place in places for one in place if isinstance(one, ast.expr)]
+    names_of_places = {id(one) for part in parts for one in ast.walk(part)}
+    for one in (inner for statement in source.body for inner in ast.walk(statement)):
+        if not isinstance(one, ast.Name) or not isinstance(one.ctx, ast.Load):
+            continue
+        found = value(one)
+        is_own = found is _NOTHING and (
+            one.id in hook.__code__.co_varnames or hasattr(builtins, one.id)
+        )
+        is_fixed = isinstance(found, (ModuleType, type)) or inspect.isbuiltin(found)
+        if not (is_own or is_fixed or id(one) in names_of_places):
+            return False
+    return True
 
 
 def _always_set(
