@@ -122,7 +122,7 @@ class Drills(BesideSteps):
         self._loader = parts.loader
         self._runtime = runtime
         self._saver: BackgroundSaver | None = None  # of the state that is being written
-        self._step = 0  # of that
+        self._writing = (0, 0)  # the step of that, and the generation that has begun to write it
         self._formed = (0, 0)  # generation, and the step that it began with
         self._asked: DrillAt | None = None  # a step at random
         self._diagnoses = False  # this rank is diagnosed in the current step
@@ -221,7 +221,8 @@ class Drills(BesideSteps):
         membership = group.membership
         first, is_first = group.rank - membership.local_rank, membership.local_rank == 0
         if asked is not None and asked.step <= step:
-            self._asked = None
+            if asked.step < step:  # not before: a step may begin twice
+                self._asked = None
             if asked.step == step:  # all ranks were asked: one is drilled, and one writes the state
                 each = self._runtime.rank_info.local_world_size
                 self._writes = is_first and asked.rank // each == rank // each
@@ -316,13 +317,16 @@ class Drills(BesideSteps):
         report_lost_carried(self._parts)
 
     def conclude(self, group: Group) -> None:
-        """After the last step, wait for a state that is still being written, if the run was repaired."""
-        if self._saver is None or group.membership.generation == 1:
+        """After the last step, wait for a state that is still being written, if a repair may need it as its proof."""
+        is_owed = group.membership.owes_drill >= 0  # by the launch before this one
+        if self._saver is None or (group.membership.generation == 1 and not is_owed):
             return
         self._runtime.slot.stamp(Phase.CHECKPOINT, time.monotonic_ns())
         self._collect(self._saver, timeout_s=LAST_WAIT_S)
 
     def _begin_writing(self, step: int) -> None:
+        if self._saver is not None and self._writing == (step, self._formed[0]):
+            return  # the step begins once more: this is its state
         if self._saver is not None:
             # INVARIANT no-silent-drill: a drill that a rank leaves out is reported, so that another one is asked for.
             # Broken if: the supervisor waits for its state, and asks for no drill meanwhile.
@@ -343,7 +347,7 @@ class Drills(BesideSteps):
             except (RuntimeError, MemoryError) as error:
                 problem = f"its state cannot be copied ({error})"
             else:
-                self._saver, self._step = saver, step
+                self._saver, self._writing = saver, (step, self._formed[0])
         if problem:
             self._report_part(step, STATE, problem)
 
@@ -390,7 +394,7 @@ class Drills(BesideSteps):
             problem = f"its state could not be written ({type(error).__name__}: {error})"
         else:
             return
-        self._report_part(self._step, STATE, problem)
+        self._report_part(self._writing[0], STATE, problem)
 
     def _report_part(self, step: int, part: str, problem: str) -> None:
         rank = self._runtime.rank_info.rank

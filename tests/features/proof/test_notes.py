@@ -252,6 +252,56 @@ def test_a_drill_is_skipped_while_an_earlier_state_is_written(tmp_path, monkeypa
     assert parts == {(1, "share"), (1, "state"), (2, "share"), (step, "share"), (step, "state")}
 
 
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_a_step_that_begins_twice_is_drilled(tmp_path, monkeypatch, is_asked):
+    """A loss that freezes a part has DDP wrap the model again, while the drill's state is being written."""
+    goes_on, save = threading.Event(), CheckpointStore.save
+
+    def saves(*args, **how):
+        assert goes_on.wait(60)
+        return save(*args, **how)
+
+    monkeypatch.setattr(CheckpointStore, "save", saves)
+    bench = Bench(tmp_path, drill_at="90" if is_asked else "1")
+    bench.step()
+    if is_asked:
+        bench.drills._take_asked(DrillAt(rank=0, step=1))
+    bench.step(commits=False)
+    bench.step()
+    goes_on.set()
+    reported = bench.until_reported(2)
+    bench.step()
+    assert {(one.step, one.part, one.problem) for one in reported} == {
+        (1, "share", ""),
+        (1, "state", ""),
+    }
+
+
+@pytest.mark.parametrize("is_owed", [False, True])
+def test_a_launch_that_owes_a_proof_waits_for_the_state_of_its_drill(
+    tmp_path, monkeypatch, is_owed
+):
+    """Nothing has broken in it, but the launch before it has left a repair that is not proved."""
+    saves_now, save = threading.Event(), CheckpointStore.save
+
+    def saves(*args, **how):
+        assert saves_now.wait(60)
+        return save(*args, **how)
+
+    monkeypatch.setattr(CheckpointStore, "save", saves)
+    bench = Bench(tmp_path, drill_at="1")
+    bench.group.membership.owes_drill = 0 if is_owed else -1
+    bench.step()
+    bench.step()
+    timer = threading.Timer(0.2, saves_now.set)
+    timer.start()
+    bench.drills.conclude(bench.group)
+    parts = {one.part for one in bench.reported}
+    timer.join()
+    assert parts == ({"share", "state"} if is_owed else {"share"})
+    bench.until_reported(2)
+
+
 def test_a_step_that_is_asked_for_is_drilled(tmp_path):
     """Once; one that is behind is not, nor is any where drills are off."""
     bench = Bench(tmp_path, drill_at="90")
