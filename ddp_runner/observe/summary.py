@@ -153,12 +153,6 @@ class ExactProof:
     repairs_proved: str = ""
     differences: tuple[Difference, ...] = ()
 
-    @property
-    def has_open_repairs(self) -> bool:
-        """True if there is a repair that no drill has proved."""
-        proved, _, repairs = self.repairs_proved.partition(" of ")
-        return proved != repairs
-
     @classmethod
     def of(
         cls,

@@ -595,6 +595,7 @@ class Simulation:
         self.send(process, self._ready(process))
 
     def _ready(self, process):
+        self.slot(process).set(Cell.TOTAL_STEPS, self.steps)
         return Ready(
             rank=process.rank,
             committed_step=process.committed,
@@ -801,7 +802,6 @@ class Simulation:
         process.committed += 1
         self.best = max(self.best, process.committed)
         slot.set(Cell.COMMITTED_STEP, process.committed)
-        slot.set(Cell.TOTAL_STEPS, self.steps)
         slot.add(Cell.OWN_STEPS, 1)
         slot.set(Cell.LAST_COMMIT_NS, process.machine.clock.monotonic_ns())
         slot.set(Cell.STEP_NS, int((self.step_s + self.data_s) * 1e9))

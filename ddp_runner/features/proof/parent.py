@@ -148,8 +148,12 @@ class DrillKeeper(DrillRunner):
         else:
             replaced = [rank for rank, one in enumerate(processes) if one != before[rank]]
         total = first.slot.get(Cell.TOTAL_STEPS)
-        if total and step >= total:
-            return  # no step is left
+        if total and step >= total:  # no step is left
+            if facts.owes_proof and before is None:
+                self._repairs.repaired(replaced, step=step)
+                self._problem = step, "the run was resumed after its last step"
+                self._record_repairs()
+            return
         if self._kept is not None:  # what it has cut short is done once no step is left
             step = min(step, self._kept[0])
         self._repairs.repaired(replaced, step=step)

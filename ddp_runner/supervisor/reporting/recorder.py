@@ -180,28 +180,49 @@ class Recorder:
         self.saved_unreported()
 
 
-# The faults of launches whose ranks a coordinator has taken over, from the journal. Never
-# raises for a file.
+# What the journal says of the launches before: the faults of those whose ranks a coordinator has taken over,
+# and whether their repairs are proved. Never raises for a file.
 
 _READ_BYTES_MAX = 16 << 20  # of the end of a journal
 
 
 def faults_before(path: Path, *, run_id: str) -> tuple[FaultRecord, ...]:
     """Return the faults of the newest launch in the journal, and of those it took over from; oldest first."""
-    launches: list[list[Mapping[str, Any]]] = []
-    for event in parsed(read_tail(path, _READ_BYTES_MAX)):
-        if event.get("event") == "run_begins":
-            launches.append([])
-        if launches:
-            launches[-1].append(event)
     found: list[FaultRecord] = []
-    for ago, launch in enumerate(reversed(launches), start=1):
+    for ago, launch in enumerate(_launches(path), start=1):
         if launch[0].get("run_id") != run_id:
             break
         found = [*_faults_of(launch, ago), *found]
         if not launch[0].get("took_over"):
             break
     return tuple(found)
+
+
+def has_open_repairs(path: Path, *, run_id: str) -> bool:
+    """Return whether the newest launch of this run, in the journal, has ended with a repair that no drill has proved.
+
+    A launch that was killed has left no summary.json, and one that has not formed changes nothing.
+    """
+    for launch in _launches(path):
+        if launch[0].get("run_id") != run_id:
+            return False
+        for event in reversed(launch):
+            if event.get("event") == "repairs_proved":
+                return bool(event.get("proved") != event.get("repairs"))
+        if any(event.get("event") == "world_formed" for event in launch):
+            return False
+    return False
+
+
+def _launches(path: Path) -> list[list[Mapping[str, Any]]]:
+    """Return the events of each launch in the journal; the newest launch first."""
+    launches: list[list[Mapping[str, Any]]] = []
+    for event in parsed(read_tail(path, _READ_BYTES_MAX)):
+        if event.get("event") == "run_begins":
+            launches.append([])
+        if launches:
+            launches[-1].append(event)
+    return launches[::-1]
 
 
 def _faults_of(launch: list[Mapping[str, Any]], ago: int) -> Iterator[FaultRecord]:

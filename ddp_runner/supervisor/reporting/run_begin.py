@@ -16,7 +16,7 @@ from ddp_runner.kernel.wire import events
 from ddp_runner.kernel.wire.messages import Ready
 from ddp_runner.observe.summary import RunSummary, read_summary
 from ddp_runner.supervisor.reporting.event_log import lines_of_begin, with_newest
-from ddp_runner.supervisor.reporting.recorder import Recorder, faults_before
+from ddp_runner.supervisor.reporting.recorder import Recorder, faults_before, has_open_repairs
 from ddp_runner.system.run_directories import RunDirectories
 
 # Where the files are, what is resumed, and what is shown.
@@ -62,7 +62,7 @@ class RunBegin:
     def _take_up(self, run_id: str) -> None:
         """Go on with a run; why it is not exact any more stands in its newest status.json.
 
-        Whether its repairs are proved stands in its newest summary.json.
+        Whether its repairs are proved stands in its journal.
         """
         log_dir = Path(self._plan().settings.run.log_dir)
         path = log_dir / "status.json"
@@ -73,10 +73,7 @@ class RunBegin:
                 kept = [str(reason) for reason in status["inexact_reasons"]]
                 # Ranks may have reported some already; those of before come first.
                 reasons[:] = dict.fromkeys([*kept, *reasons])
-        with contextlib.suppress(OSError, ValueError):
-            summary = read_summary(log_dir / "summary.json")
-            is_it = summary.run_id == run_id
-            self._recorder.facts.owes_proof = is_it and summary.exact_proof.has_open_repairs
+        self._recorder.facts.owes_proof |= has_open_repairs(log_dir / "events.jsonl", run_id=run_id)
 
     def record(self, ready: Sequence[Ready]) -> bool:
         """Open the files and record the beginning. Returns whether the run was complete before."""

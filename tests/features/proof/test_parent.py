@@ -530,6 +530,16 @@ def test_a_run_that_was_taken_over_is_to_be_proved(simulate, is_proved, fact):
     assert [one["proved"] for one in run.events("repairs_proved")] == [0, 1][: 1 + is_proved]
 
 
+@pytest.mark.parametrize("owes_proof", [False, True])
+def test_a_proof_that_is_owed_once_no_step_is_left_is_said_to_be_missing(simulate, owes_proof):
+    """The supervisor was killed while the end waited for the drill; the next launch has nothing to drill."""
+    run = simulate(steps=100)
+    run.checkpoint = run.best = 100
+    run.supervisor.facts.owes_proof = owes_proof
+    assert_done(run)
+    assert [one[:10] for one in reasons(run)] == ["not proved"] * owes_proof
+
+
 def test_another_stage_is_no_repair(simulate):
     """All ranks are replaced by some that train something else."""
     run = simulate(stage_ends=(15, 30))

@@ -1,11 +1,11 @@
-"""The faults of launches whose ranks were taken over, by what the journal says of them."""
+"""The launches before: their faults and the proof of their repairs, by what the journal says of them."""
 
 from __future__ import annotations
 
 import pytest
 
 from ddp_runner.observe.journal import Journal
-from ddp_runner.supervisor.reporting.recorder import faults_before
+from ddp_runner.supervisor.reporting.recorder import faults_before, has_open_repairs
 
 
 def launch(journal, *, run_id="a", took_over=False, kinds=("rank_killed",)):
@@ -63,3 +63,33 @@ def test_another_run_in_the_same_folder_has_no_part_in_it(tmp_path, journal):
     with (tmp_path / "events.jsonl").open("a") as file:
         file.write('{"event": "run_beg')
     assert found(tmp_path, run_id="b") == [("rank_killed", 0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("events", "is_open"),
+    [
+        ([("world_formed", {})], False),
+        ([("repairs_proved", {"proved": 0, "repairs": 1})], True),
+        ([("repairs_proved", {"proved": proved, "repairs": 2}) for proved in (0, 2)], False),
+        # A launch that has not formed changes nothing; one that has formed owes what it says itself.
+        ([("repairs_proved", {"proved": 0, "repairs": 1}), ("run_begins", {"run_id": "a"})], True),
+        (
+            [
+                ("repairs_proved", {"proved": 0, "repairs": 1}),
+                ("run_begins", {"run_id": "a"}),
+                ("world_formed", {}),
+            ],
+            False,
+        ),
+        ([("repairs_proved", {"proved": 0, "repairs": 1}), ("run_begins", {"run_id": "b"})], False),
+    ],
+)
+def test_a_launch_that_was_killed_has_told_the_journal_what_is_not_proved(
+    tmp_path, journal, events, is_open
+):
+    """SIGKILL of the supervisor leaves no summary."""
+    journal.write("run_begins", run_id="a")
+    for event, fields in events:
+        journal.write(event, **fields)
+    assert has_open_repairs(tmp_path / "events.jsonl", run_id="a") == is_open
+    assert not has_open_repairs(tmp_path / "none.jsonl", run_id="a")
