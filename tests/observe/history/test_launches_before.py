@@ -84,9 +84,7 @@ def test_another_run_in_the_same_folder_has_no_part_in_it(tmp_path, journal):
         ([("repairs_proved", {"proved": 0, "repairs": 1}), ("run_begins", {"run_id": "b"})], False),
     ],
 )
-def test_a_launch_that_was_killed_has_told_the_journal_what_is_not_proved(
-    tmp_path, journal, events, is_open
-):
+def test_what_a_killed_launch_has_not_proved_is_in_its_journal(tmp_path, journal, events, is_open):
     """SIGKILL of the supervisor leaves no summary."""
     journal.write("run_begins", run_id="a")
     for event, fields in events:
