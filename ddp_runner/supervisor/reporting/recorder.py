@@ -184,12 +184,19 @@ class Recorder:
 # and whether their repairs are proved. Never raises for a file.
 
 _READ_BYTES_MAX = 16 << 20  # of the end of a journal
+_TELL = (b"repairs_proved", b"world_formed", b"run_begins")  # the events that say what is proved
 
 
 def faults_before(path: Path, *, run_id: str) -> tuple[FaultRecord, ...]:
     """Return the faults of the newest launch in the journal, and of those it took over from; oldest first."""
+    launches: list[list[Mapping[str, Any]]] = []
+    for event in parsed(read_tail(path, _READ_BYTES_MAX)):
+        if event.get("event") == "run_begins":
+            launches.append([])
+        if launches:
+            launches[-1].append(event)
     found: list[FaultRecord] = []
-    for ago, launch in enumerate(_launches(path), start=1):
+    for ago, launch in enumerate(reversed(launches), start=1):
         if launch[0].get("run_id") != run_id:
             break
         found = [*_faults_of(launch, ago), *found]
@@ -203,26 +210,21 @@ def has_open_repairs(path: Path, *, run_id: str) -> bool:
 
     A launch that was killed has left no summary.json, and one that has not formed changes nothing.
     """
-    for launch in _launches(path):
-        if launch[0].get("run_id") != run_id:
-            return False
-        for event in reversed(launch):
-            if event.get("event") == "repairs_proved":
-                return bool(event.get("proved") != event.get("repairs"))
-        if any(event.get("event") == "world_formed" for event in launch):
-            return False
-    return False
-
-
-def _launches(path: Path) -> list[list[Mapping[str, Any]]]:
-    """Return the events of each launch in the journal; the newest launch first."""
-    launches: list[list[Mapping[str, Any]]] = []
-    for event in parsed(read_tail(path, _READ_BYTES_MAX)):
-        if event.get("event") == "run_begins":
-            launches.append([])
-        if launches:
-            launches[-1].append(event)
-    return launches[::-1]
+    told: Mapping[str, Any] | None = None
+    has_formed = False
+    lines = read_tail(path, _READ_BYTES_MAX).splitlines()
+    telling = [line for line in lines if any(word in line for word in _TELL)]
+    for event in reversed(parsed(b"\n".join(telling))):
+        match event.get("event"):
+            case "repairs_proved":
+                told = told or event
+            case "world_formed":
+                has_formed = True
+            case "run_begins" if event.get("run_id") != run_id:
+                return False
+            case "run_begins" if told is not None or has_formed:
+                break
+    return told is not None and told.get("proved") != told.get("repairs")
 
 
 def _faults_of(launch: list[Mapping[str, Any]], ago: int) -> Iterator[FaultRecord]:
