@@ -278,9 +278,7 @@ def test_a_step_that_begins_twice_is_drilled(tmp_path, monkeypatch, is_asked):
 
 
 @pytest.mark.parametrize("is_owed", [False, True])
-def test_a_launch_that_owes_a_proof_waits_for_the_state_of_its_drill(
-    tmp_path, monkeypatch, is_owed
-):
+def test_a_launch_that_owes_a_proof_awaits_its_drills_state(tmp_path, monkeypatch, is_owed):
     """Nothing has broken in it, but the launch before it has left a repair that is not proved."""
     saves_now, save = threading.Event(), CheckpointStore.save
 

@@ -531,7 +531,7 @@ def test_a_run_that_was_taken_over_is_to_be_proved(simulate, is_proved, fact):
 
 
 @pytest.mark.parametrize("owes_proof", [False, True])
-def test_a_proof_that_is_owed_once_no_step_is_left_is_said_to_be_missing(simulate, owes_proof):
+def test_a_proof_owed_when_no_step_is_left_is_missing(simulate, owes_proof):
     """The supervisor was killed while the end waited for the drill; the next launch has nothing to drill."""
     run = simulate(steps=100)
     run.checkpoint = run.best = 100
