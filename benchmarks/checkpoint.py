@@ -326,7 +326,11 @@ def measure(
 def one_save(training: Training, contender: Contender) -> dict[str, float]:
     for path in contender.directory.glob("*.*"):
         path.unlink()  # nor for the truncation of an older file
-    shutil.rmtree(contender.directory / "dcp", ignore_errors=True)
+    for name in (
+        "dcp",
+        "store",
+    ):  # nor for its deletion, which in a run follows once the new one is on disk
+        shutil.rmtree(contender.directory / name, ignore_errors=True)
     training.step()
     beside_s, own_s = contender.cpu_beside_s(), time.process_time()
     began_s = time.perf_counter()
