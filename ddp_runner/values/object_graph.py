@@ -331,7 +331,7 @@ class _Scan:
 
 
 def _code_in(at: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Functions and classes of the user's: those of a class, and functions that one calls by name."""
+    """Functions and classes of the user's: those of a class, and those that a function calls by name."""
     if isinstance(at, types.FunctionType):
         yield from _called_by(at, path)
     elif isinstance(at, type):
@@ -347,7 +347,7 @@ def _called_by(function: types.FunctionType, path: str) -> Iterator[tuple[str, A
         return
     for name in _global_names(function.__code__):
         one = function.__globals__.get(name)
-        if type(one) is types.FunctionType and _is_walked(one):
+        if isinstance(one, (types.FunctionType, type)) and _is_walked(one):
             yield one.__qualname__, one
 
 

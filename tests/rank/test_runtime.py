@@ -104,6 +104,21 @@ def test_a_log_file_of_an_earlier_process_is_continued(tmp_path):
     assert path.read_text(encoding="utf-8") == "old\nnew\n"
 
 
+def _attach_without_streams(me, path):
+    output = StartupOutput(os.memfd_create("output"), path)
+    print("early", flush=True)
+    sys.stdout.close()
+    sys.stderr = None
+    output.attach()
+    os.write(1, b"late\n")
+
+
+def test_a_program_may_close_its_streams_before_the_log_is_opened(tmp_path):
+    path = tmp_path / "rank_0.log"
+    run_ranks(_attach_without_streams, 1, path)
+    assert path.read_text(encoding="utf-8") == "early\nlate\n"
+
+
 def _lose_the_log(me, path):
     output = StartupOutput(os.memfd_create("output"), path)
     output.attach()

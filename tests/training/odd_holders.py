@@ -187,6 +187,25 @@ def proxied():
     return types.SimpleNamespace(view=view, step=Stepper(under))
 
 
+class Counted:
+    """No object of it is held: a function calls it by its name."""
+
+    n = 0
+
+    @classmethod
+    def count(cls):
+        cls.n += 1
+
+
+def counting():
+    Counted.n = 0
+
+    def count():
+        Counted.count()
+
+    return count
+
+
 class Stepper:
     __slots__ = ("of",)
 
@@ -221,6 +240,7 @@ FOLLOWED = {
         lambda task: task.loss(),
         lambda _: global_count.n,
     ),
+    "class that a function names": held(counting, lambda one: one(), lambda _: Counted.n),
     "defaults": held(
         remembered, lambda one: one(1), lambda one: (one.__defaults__, one.__kwdefaults__)
     ),

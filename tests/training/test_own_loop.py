@@ -37,6 +37,7 @@ from ddp_runner.training.own_loop.batches import (
 )
 from ddp_runner.training.own_loop.declared import RepeatStep
 from ddp_runner.training.own_loop.kept import KeptObjects, KeptState
+from ddp_runner.training.own_loop.net import AttachedModule, refuse_unfit
 
 from .building import bits_of
 
@@ -404,6 +405,16 @@ def test_misuse_is_one_line_with_the_line_of_the_file(run, misused, says):
     assert says in text
     assert "\n" not in text
     assert text.startswith(("test_own_loop.py:", "keep(", "run.")), text
+
+
+@pytest.mark.parametrize(
+    "net", [nn.Embedding(3, 2, sparse=True), nn.Sequential(nn.EmbeddingBag(3, 2, sparse=True))]
+)
+def test_sparse_gradients_are_refused_where_ranks_sum_them(net):
+    """A rank alone sums nothing."""
+    refuse_unfit(AttachedModule(net), ranks=1)
+    with pytest.raises(BadInputError, match=r"has sparse gradients, .* make it with sparse=False"):
+        refuse_unfit(AttachedModule(net), ranks=2)
 
 
 def test_a_gan_trains_with_a_block_of_each_update(run):

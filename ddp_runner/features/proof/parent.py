@@ -453,7 +453,7 @@ class DrillKeeper(DrillRunner):
                 self._waits_since_s = now_s
                 self._recorder.say(wait_line(self.pending))
             if is_stopped:
-                why = "the run was asked to stop before it had ended"
+                why = "the run was asked to stop, or its program failed, before it had ended"
             elif now_s > self._waits_since_s + END_WAIT_S:
                 why = f"it had not ended {END_WAIT_S:g} s after training"
             else:

@@ -26,7 +26,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ddp_runner.features.script.attempt_files import error_file
 from ddp_runner.features.script.rules import ScriptCall
-from ddp_runner.kernel.rank.runtime import StartupOutput, lossy_text, write_stacks
+from ddp_runner.kernel.rank.runtime import (
+    StartupOutput,
+    flush_output,
+    lossy_text,
+    write_stacks,
+)
 from ddp_runner.kernel.rank.signals import RUN_SIGNALS
 from ddp_runner.kernel.rank.zygote import Ahead
 from ddp_runner.kernel.rules.faults import CAUSE_CHARACTERS_MAX
@@ -259,9 +264,7 @@ class _Link:
         # INVARIANT one-traceback: what stands behind the record HELD_BACK is for the log, not for the console.
         # Broken if: the traceback is printed before that record.
         # Guarded by: test_one_traceback_is_shown_and_that_of_the_first.
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):  # the script may have closed it
-                stream.flush()
+        flush_output()
         now = datetime.now(timezone.utc).astimezone()
         last = format_record(
             "DEBUG", HELD_BACK, rank=self._rank, step=None, at=now, seal=self._seal

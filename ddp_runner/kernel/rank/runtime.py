@@ -82,8 +82,7 @@ class StartupOutput:
         """
         if self._log is not None:
             return ""
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush_output()
         try:
             log = open_to_append(self._path)
         except OSError as error:
@@ -137,6 +136,14 @@ class _LossyOutput(io.RawIOBase):
             return os.write(self._descriptor, data)
         except OSError:
             return memoryview(data).nbytes
+
+
+def flush_output() -> None:
+    """Write out what Python still holds of this process's output."""
+    for stream in (sys.stdout, sys.stderr):
+        # User code may have closed it, or taken it away.
+        with contextlib.suppress(AttributeError, OSError, ValueError):
+            stream.flush()
 
 
 def lossy_text(descriptor: int) -> TextIO:
@@ -230,9 +237,7 @@ class SupervisedRuntime:
             self.loader_pids = message.pids
         if isinstance(message, Faulted):
             # This process may be ended as soon as its fault is known.
-            for stream in (sys.stdout, sys.stderr):
-                with contextlib.suppress(OSError, ValueError):  # user code may have closed it
-                    stream.flush()
+            flush_output()
         try:
             self._channel.send(message)
         except ChannelClosedError:

@@ -57,7 +57,7 @@ from ddp_runner.training.own_loop.misuse import (
     user_frame,
     user_line,
 )
-from ddp_runner.training.own_loop.net import AttachedModule, refuse_compiled
+from ddp_runner.training.own_loop.net import AttachedModule, refuse_unfit
 from ddp_runner.training.own_loop.parts import LoopParts
 from ddp_runner.training.own_loop.steps import BETWEEN
 from ddp_runner.training.prepare import begin_start, prepare
@@ -470,7 +470,7 @@ class AttachedRun:
             raise misuse(f"{lost[0]} of the net is in no kept module: run.keep(model=model, ...)")
         if self.world_size > 1:
             self._refuse_unsummed()
-        refuse_compiled(self._loop.net)
+        refuse_unfit(self._loop.net, ranks=self.world_size)
         self._loop.norms = SyncedNorms(self._loop.net.module, is_wanted=False, device=self.device)
 
     def _refuse_unsummed(self) -> None:

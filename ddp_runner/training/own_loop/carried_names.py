@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+from ddp_runner.training.own_loop.loop_source import called, left_to_defaults, plain
+from ddp_runner.training.own_loop.static_values import ABOVE
 
 # Methods that put their arguments into their object.
 _PUT = "add append appendleft extend extendleft insert push put put_nowait record setdefault update"
@@ -20,8 +23,10 @@ _MUTATORS, _NEUTRAL = frozenset(_PUT.split()), frozenset(_SHOW.split())
 _CONSUMES = frozenset({"next", "pop", "popleft", "popitem"})  # also where the result is only shown
 _ITERATES = frozenset({"enumerate", "iter", "list", "next", "reversed", "tuple", "zip"})
 _VIEWS = frozenset({"items", "modules", "named_parameters", "parameters", "values"})
-_INLINED_MAX = 200  # calls that are followed into their function
+_CALL_SPECIAL = frozenset({"bool", "float", "int", "iter", "len", "next"})
+_INLINED_MAX = 400  # calls that are followed into their function
 _CALLED = "()"  # behind the name of a module, among what is written: it was called
+_NOTHING_GIVEN = ast.Call(ast.Constant(None), [], [])
 IsNew = Callable[[str, object, Collection[str]], bool]
 
 
@@ -32,7 +37,9 @@ class Resolved:
     ``is_fixed``: it is no variable, such as a module, a class or a kept object. ``function``: the program's own;
     ``is_foreign``: a function of another file of the program, whose module is ``module``. ``is_kept``: a kept object,
     or something that one holds, so what is written into it trains. ``is_module``: it is kept, and an nn.Module.
-    ``is_container``: it holds nothing once ``clear()`` was called.
+    ``is_container``: it holds nothing once ``clear()`` was called. ``is_getter``: the function is that of a property,
+    which runs where the name is read. ``receiver``: what the function's first parameter is, where that is not what
+    the name is an attribute of. ``of``: the class in which it is written. ``elements``: the keys of a list, tuple or dict of the program's own objects.
     """
 
     is_fixed: bool = False
@@ -41,7 +48,11 @@ class Resolved:
     is_container: bool = False
     function: ast.FunctionDef | ast.AsyncFunctionDef | None = None
     is_foreign: bool = False
+    is_getter: bool = False
+    receiver: str | None = None
+    of: str = ""
     module: str = ""
+    elements: tuple[object, ...] = ()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -98,15 +109,14 @@ class _Scope:
 
     prefix: str = ""
     own: frozenset[str] = frozenset()
-    receiver: tuple[str, str] = (
-        "",
-        "",
-    )  # the first parameter of a method, and what it is called here
+    # What some of them are called here: the first parameter of a method, and one that is left to its default.
+    known: Mapping[str, str] = field(default_factory=dict)
     module: str = ""  # in which the other names are, if it is not the loop's
+    above: str = ""  # what super() is here
 
     def text(self, name: str) -> str:
-        if name == self.receiver[0] and self.receiver[1]:
-            return self.receiver[1]
+        if name in self.known:
+            return self.known[name]
         if name in self.own:
             return f"{self.prefix}::{name}"
         return f"{self.module}.{name}" if self.module else name
@@ -195,14 +205,18 @@ class _Reading:
         """The names that ``node`` reads; what it reads before it was written is noted."""
         if node is None:
             return set()
+        node = plain(node)
         if isinstance(node, ast.Name):
             return self._read(scope.text(node.id), node, written)
         if isinstance(node, ast.Attribute):
             return self._attribute(node, written, scope)
         if isinstance(node, ast.Call):
             return self._call(node, written, scope)
-        if isinstance(node, ast.Subscript) and self._is_new_place(node, written, scope):
-            return set()
+        if isinstance(node, ast.Subscript):
+            if self._is_new_place(node, written, scope):
+                return set()
+            taken = self._special(node.value, "__getitem__", written, scope)
+            return taken | self._all(ast.iter_child_nodes(node), written, scope)
         if isinstance(node, ast.NamedExpr):
             found = self.reads(node.value, written, scope)
             self._write(scope.text(node.target.id), node, found, written)
@@ -260,10 +274,36 @@ class _Reading:
         owner = name.rpartition(".")[0]
         if self._is_new(owner, node.attr, written) or self._is_fixed(name, node.lineno, written):
             return set()
+        resolved = self.find(name)
+        if resolved.is_getter and self.inlined_count < _INLINED_MAX:
+            return self.inline(name, resolved, _NOTHING_GIVEN, written, scope)
         found = self._read(name, node, written)
         if found and not self.find(owner).is_fixed:
             self._read(owner, node, written, is_whole=False)
         return found | {owner}
+
+    def _within_call(
+        self, node: ast.Call, values: list[ast.expr], written: set[str], scope: _Scope
+    ) -> set[str]:
+        """Read the functions that a call of another library's may call; what their results come from."""
+        found: set[str] = set()
+        for one in node.args[:1] if called(node) in _CALL_SPECIAL else ():
+            found |= self._special(one, f"__{called(node)}__", written, scope)
+        for one in values:
+            found |= self._function_at(_dotted(one, scope), written, scope)
+        return found
+
+    def _function_at(self, name: str | None, written: set[str], scope: _Scope) -> set[str]:
+        """Read the function of the program's with this name, if it is one; what its result comes from."""
+        resolved = self.find(name) if name else Resolved()
+        if not name or resolved.function is None or self.inlined_count >= _INLINED_MAX:
+            return set()
+        return self.inline(name, resolved, _NOTHING_GIVEN, written, scope)
+
+    def _special(self, node: ast.AST, method: str, written: set[str], scope: _Scope) -> set[str]:
+        """Read the method that Python's own syntax calls, of an object of the program's; what its result comes from."""
+        name = _dotted(node, scope)
+        return self._function_at(f"{name}.{method}" if name else None, written, scope)
 
     def _is_new_place(self, node: ast.Subscript, written: set[str], scope: _Scope) -> bool:
         owner, place = _dotted(node.value, scope), node.slice
@@ -291,6 +331,7 @@ class _Reading:
             self.sinks |= found
         if name and resolved.function is not None and self.inlined_count < _INLINED_MAX:
             return found | self.inline(name, resolved, node, written, scope)
+        found |= self._within_call(node, values, written, scope)
         if isinstance(node.func, ast.Attribute):
             owner = _dotted(node.func.value, scope)
             if owner and node.func.attr == "clear" and self.find(owner).is_container:
@@ -342,19 +383,22 @@ class _Reading:
             for one in ast.walk(function)
             if isinstance(one, ast.Name) and isinstance(one.ctx, (ast.Store, ast.Del))
         }
-        owner = name.rpartition(".")[0]
-        is_method = bool(owner) and bool(parameters) and not self.find(owner).is_fixed
-        receiver = (parameters[0], owner) if is_method else ("", "")
+        owner = self._receiver(name, resolved)
+        is_method = bool(owner) and bool(parameters)
+        known = left_to_defaults(function, node, name=name, is_method=is_method)
+        if is_method:
+            known[parameters[0]] = owner
         own = frozenset((every | stored) - shared)
-        inner = _Scope(prefix=prefix, own=own, receiver=receiver, module=module)
+        above = f"{owner}.{ABOVE}{resolved.of}" if is_method and "." not in resolved.of else ""
+        inner = _Scope(prefix=prefix, own=own, known=known, module=module, above=above)
         given = [*node.args]
         for parameter, value in zip(parameters[is_method:], given, strict=False):
             self._flow(self.reads(value, written, scope), inner.text(parameter))
         rest = [one.arg for one in (function.args.kwarg,) if one is not None]
         for keyword in node.keywords:
             # One that no parameter has the name of is in the function's **rest, and nowhere else.
-            known = [keyword.arg] if keyword.arg in every else rest
-            targets = known if keyword.arg else every
+            of_it = [keyword.arg] if keyword.arg in every else rest
+            targets = of_it if keyword.arg else every
             self._flow(self.reads(keyword.value, written, scope), *map(inner.text, targets))
         self.inlined.append(result)
         self.inlined_count += 1
@@ -365,6 +409,16 @@ class _Reading:
         self.file = around
         self.inlined.pop()
         return {result}
+
+    def _receiver(self, name: str, resolved: Resolved) -> str:
+        """Return what a function's first parameter is called here; nothing where it is no method, or a kept object's."""
+        if resolved.receiver is not None:
+            is_kept = bool(resolved.receiver) and self.find(resolved.receiver).is_kept
+            return "" if is_kept else resolved.receiver
+        owner = name.rpartition(".")[0]
+        before, is_above, _ = owner.rpartition(f".{ABOVE}")
+        owner = before if is_above else owner
+        return "" if owner and self.find(owner).is_fixed else owner
 
     # Statements. ``under``: the names that decide whether they are reached.
 
@@ -392,18 +446,14 @@ class _Reading:
             ]
             written = branches[0] & branches[1]
         elif isinstance(node, (ast.For, ast.AsyncFor)):
-            found = self.reads(node.iter, written, scope)
-            inside = set(written)
-            self._assign(node.target, found | under, inside, scope)
-            self._name_kept(node.target, node.iter, scope)
-            self.body(node.body, inside, scope, under | found)
-            self.body(node.orelse, set(written), scope, under)
+            self._for(node, written, scope, under)
         elif isinstance(node, ast.While):
             inner = under | self.reads(node.test, written, scope)
             self.body(node.body, set(written), scope, inner)
         elif isinstance(node, (ast.With, ast.AsyncWith)):
             for item in node.items:
                 found = self.reads(item.context_expr, written, scope)
+                found |= self._special(item.context_expr, "__enter__", written, scope)
                 if found:
                     self.sinks |= found | under
                 if item.optional_vars is not None:
@@ -429,6 +479,25 @@ class _Reading:
         else:
             self.sinks |= self._all(ast.iter_child_nodes(node), written, scope) | under
         return written
+
+    def _for(
+        self,
+        node: ast.For | ast.AsyncFor,
+        written: set[str],
+        scope: _Scope,
+        under: frozenset[str],
+    ) -> None:
+        found = self.reads(node.iter, written, scope)
+        found |= self._special(node.iter, "__iter__", written, scope)
+        of, name = _dotted(node.iter, scope), getattr(node.target, "id", "")
+        for key in self.find(of).elements if of and name else ():
+            known = {**scope.known, name: f"{of}.{key}"}
+            self.body(node.body, set(written), replace(scope, known=known), under | found)
+        inside = set(written)
+        self._assign(node.target, found | under, inside, scope)
+        self._name_kept(node.target, node.iter, scope)
+        self.body(node.body, inside, scope, under | found)
+        self.body(node.orelse, set(written), scope, under)
 
     def _assignment(
         self,
@@ -491,7 +560,7 @@ class _Reading:
                 self._assign(one, found, written, scope)
         elif isinstance(target, ast.Starred):
             self._assign(target.value, found, written, scope)
-        elif isinstance(target, ast.Subscript):
+        elif isinstance(target := plain(target), ast.Subscript):
             owner = _dotted(target.value, scope)
             index = self.reads(target.slice, written, scope)
             self.reads(target.value, written, scope)
@@ -552,18 +621,15 @@ def _heads(name: str) -> set[str]:
 
 def _dotted(node: ast.AST, scope: _Scope) -> str | None:
     """``a.b.c`` of such an expression; None of another one."""
-    names = []
+    names, node = [], plain(node)
     while isinstance(node, ast.Attribute):
         names.append(node.attr)
-        node = node.value
+        node = plain(node.value)
+    if scope.above and isinstance(node, ast.Call) and called(node) == "super" and not node.args:
+        return ".".join([scope.above, *reversed(names)])
     if not isinstance(node, ast.Name):
         return None
     return ".".join([scope.text(node.id), *reversed(names)])
-
-
-def called(node: ast.Call) -> str:
-    """Return the last part of the name that is called, as ``step`` of ``optimizer.step()``."""
-    return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
 
 
 def _names_in(target: ast.AST) -> set[str]:

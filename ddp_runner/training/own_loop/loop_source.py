@@ -9,7 +9,6 @@ from collections.abc import Collection
 from types import FrameType
 
 from ddp_runner.system.code_files import is_users_file
-from ddp_runner.training.own_loop.carried_names import called
 
 
 def tree_of(frame: FrameType) -> ast.Module | None:
@@ -147,3 +146,47 @@ def _updating_functions(tree: ast.AST) -> set[str]:
         if not more:
             return found
         found |= more
+
+
+def left_to_defaults(
+    function: ast.FunctionDef | ast.AsyncFunctionDef,
+    call: ast.Call,
+    *,
+    name: str,
+    is_method: bool,
+) -> dict[str, str]:
+    """Return the parameters that ``call`` leaves to defaults which may change, and what these are called: all calls share them."""
+    if any(isinstance(one, ast.Starred) for one in call.args):
+        return {}
+    of, given = function.args, {one.arg for one in call.keywords}
+    in_order = [*of.posonlyargs, *of.args]
+    first = len(in_order) - len(of.defaults)
+    left = [*zip(in_order[first:], of.defaults, strict=True)]
+    taken = {one.arg for one in in_order[: len(call.args) + is_method]} | given
+    left += [
+        (one, value) for one, value in zip(of.kwonlyargs, of.kw_defaults, strict=True) if value
+    ]
+    return {
+        one.arg: f"{name}.{one.arg}"
+        for one, value in left
+        if one.arg not in taken and not isinstance(value, ast.Constant)
+    }
+
+
+def plain(node: ast.AST) -> ast.AST:
+    """Return ``x`` for ``globals()['x']``, and ``a.x`` for ``getattr(a, 'x')``."""
+    if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Call):
+        key = node.slice
+        is_global = called(node.value) == "globals"
+        if is_global and isinstance(key, ast.Constant) and isinstance(key.value, str):
+            return ast.copy_location(ast.Name(key.value, node.ctx), node)
+    if isinstance(node, ast.Call) and called(node) == "getattr" and len(node.args) > 1:
+        key = node.args[1]
+        if isinstance(key, ast.Constant) and isinstance(key.value, str):
+            return ast.copy_location(ast.Attribute(node.args[0], key.value, ast.Load()), node)
+    return node
+
+
+def called(node: ast.Call) -> str:
+    """Return the last part of the name that is called, as ``step`` of ``optimizer.step()``."""
+    return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")

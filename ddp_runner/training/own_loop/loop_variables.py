@@ -14,6 +14,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
@@ -26,17 +27,18 @@ from torch.utils.data import DataLoader, Dataset
 
 from ddp_runner.system.code_files import is_users_file
 from ddp_runner.training.exactness.held_values import Look, whole_look
-from ddp_runner.training.own_loop.carried_names import (
-    Carried,
-    Resolved,
-    carried_names,
-)
+from ddp_runner.training.own_loop.carried_names import Carried, Resolved, carried_names
 from ddp_runner.training.own_loop.loop_source import loop_at, taker_of, tree_of
+from ddp_runner.training.own_loop.static_values import (
+    NOTHING,
+    attribute_of,
+    own_objects,
+    within_wrappers,
+)
 from ddp_runner.values.object_graph import CONTAINERS, LEAVES, Walk, attributes_of, is_opaque
 
 _LOOKS_IN_A_ROW = 4  # then at every power of two: what changes now and then shows too
 _OBJECTS_MAX = 1_000  # in the value of one name
-_NOTHING = object()
 _LAMBDA = "<lambda>"
 _HOOKS_GET = 3  # arguments at most, of torch: the module, its inputs, its output
 _LEAVES_EARLY = (ast.Return, ast.Raise, ast.Yield, ast.YieldFrom)  # what follows may be left out
@@ -125,7 +127,7 @@ class LoopVariables:
                 self._looks[name] = _same(value)
                 continue
             is_fixed = self._is_fixed(value)
-            if value is _NOTHING or (is_fixed and not one.is_rebound):
+            if value is NOTHING or (is_fixed and not one.is_rebound):
                 continue
             if not one.counts and self._is_of_epoch(name, value):
                 self._looks[name] = _same(value)
@@ -171,13 +173,19 @@ class LoopVariables:
             value = names.value(name)
             if any(self._is_kept(names.value(one)) for one in owners) or self._is_kept(value):
                 return Resolved(is_fixed=True, is_kept=True, is_module=isinstance(value, nn.Module))
-            if value is _NOTHING:
-                return Resolved()
+            if value is NOTHING:
+                getter = names.getter(name)
+                found = Resolved() if getter is None else self._function(getter, path)
+                return replace(found, is_fixed=False, is_getter=found.function is not None)
+            receiver = _receiver(value, name)
             function = value.__func__ if isinstance(value, MethodType) else value
+            function = within_wrappers(function)
             if isinstance(function, FunctionType):
-                return self._function(function, path)
-            is_container = type(value) in CONTAINERS
-            return Resolved(is_fixed=self._is_fixed(value), is_container=is_container)
+                of = function.__qualname__.rpartition(".")[0]
+                return replace(self._function(function, path), receiver=receiver, of=of)
+            is_container, elements = type(value) in CONTAINERS, own_objects(value)
+            is_fixed = self._is_fixed(value)
+            return Resolved(is_fixed=is_fixed, is_container=is_container, elements=elements)
 
         hooks = _HookWrites(self._modules, self._source_of)
 
@@ -251,7 +259,7 @@ class LoopVariables:
             inner: Iterable[Any] = value.parameters()
         elif isinstance(value, CONTAINERS):
             inner = value.values() if isinstance(value, dict) else value
-        elif type(value) in LEAVES or value is _NOTHING or is_opaque(value):
+        elif type(value) in LEAVES or value is NOTHING or is_opaque(value):
             return None
         else:
             inner = attributes_of(value).values()
@@ -303,7 +311,7 @@ class _HookWrites:
             return
         for of, key in places:
             owner, place = value(of), key if isinstance(key, str) else value(key)
-            if owner is not _NOTHING and isinstance(place, (str, int)):
+            if owner is not NOTHING and isinstance(place, (str, int)):
                 self._places.append((module, owner, place))
 
 
@@ -320,7 +328,7 @@ def _uses_arguments_alone(
         if not isinstance(one, ast.Name) or not isinstance(one.ctx, ast.Load):
             continue
         found = value(one)
-        is_own = found is _NOTHING and (
+        is_own = found is NOTHING and (
             one.id in hook.__code__.co_varnames or hasattr(builtins, one.id)
         )
         is_fixed = isinstance(found, (ModuleType, type)) or inspect.isbuiltin(found)
@@ -368,24 +376,24 @@ def _values_in(
     """
     code = function.__code__
     cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
-    own = dict.fromkeys(code.co_varnames, _NOTHING) | dict(zip(code.co_varnames, given))  # noqa: B905 - the first
+    own = dict.fromkeys(code.co_varnames, NOTHING) | dict(zip(code.co_varnames, given))  # noqa: B905 - the first
     defaults = function.__defaults__ or ()
     first_default = max(code.co_argcount - len(defaults), 0)
     for at in range(max(first_default, len(given) + _HOOKS_GET), code.co_argcount):
         own[code.co_varnames[at]] = defaults[at - first_default]
     for one in ast.walk(source):
         if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store):
-            own[one.id] = _NOTHING
+            own[one.id] = NOTHING
 
     def value(node: ast.AST) -> Any:
         if isinstance(node, ast.Constant):
             return node.value
         if isinstance(node, ast.Attribute):
-            return _attribute(value(node.value), node.attr)
+            return attribute_of(value(node.value), node.attr)
         name = node.id if isinstance(node, ast.Name) else ""
         if name in own:
             return own[name]
-        return _content(cells[name]) if name in cells else function.__globals__.get(name, _NOTHING)
+        return _content(cells[name]) if name in cells else function.__globals__.get(name, NOTHING)
 
     return value
 
@@ -409,10 +417,18 @@ class _Names:
         first, *more = name.split(".")
         value = self._first(first)
         for one in more:
-            if value is _NOTHING:
+            if value is NOTHING:
                 break
-            value = _attribute(value, one)
+            value = attribute_of(value, one)
         return value
+
+    def getter(self, name: str) -> FunctionType | None:
+        """Return the function of a property that ``a.b`` reads."""
+        owner, _, attribute = name.rpartition(".")
+        value = self.value(owner) if owner else NOTHING
+        found = inspect.getattr_static(type(value), attribute, None)
+        function = getattr(found, "fget", None) if isinstance(found, property) else None
+        return function if isinstance(function, FunctionType) else None
 
     def _first(self, name: str) -> Any:
         for names in (self._own, self._globals):
@@ -422,7 +438,7 @@ class _Names:
             return _content(self._cells[name])
         module = sys.modules.get(name)  # of a function of another file of the program
         file = getattr(module, "__dict__", {}).get("__file__")
-        return module if isinstance(file, str) and is_users_file(file) else _NOTHING
+        return module if isinstance(file, str) and is_users_file(file) else NOTHING
 
 
 def _content(cell: Any) -> Any:
@@ -430,7 +446,7 @@ def _content(cell: Any) -> Any:
     try:
         return cell.cell_contents
     except ValueError:  # nothing was assigned to it yet
-        return _NOTHING
+        return NOTHING
 
 
 def _functions_in(tree: ast.AST) -> _Functions:
@@ -456,20 +472,14 @@ def _functions_in(tree: ast.AST) -> _Functions:
     }
 
 
-def _attribute(value: Any, name: str) -> Any:
-    own = getattr(value, "__dict__", {})
-    if name in own:
-        return own[name]
-    if isinstance(value, nn.Module):
-        for held in (value._modules, value._buffers, value._parameters):  # noqa: SLF001 - without a call
-            if name in held:
-                return held[name]
-    found = inspect.getattr_static(value, name, _NOTHING)
-    if isinstance(found, FunctionType):
-        return MethodType(found, value)
-    if inspect.ismemberdescriptor(found):  # of __slots__
-        return getattr(value, name, _NOTHING)
-    return _NOTHING if isinstance(found, (property, staticmethod, classmethod)) else found
+def _receiver(value: Any, name: str) -> str | None:
+    """Return what a function's first parameter is, if that is not what ``name`` is an attribute of."""
+    if not isinstance(value, MethodType):
+        return ""
+    owner = name.rpartition(".")[0]
+    if not owner:
+        return f"{name}.__self__"
+    return owner if isinstance(value.__self__, type) else None
 
 
 def _shapes(values: Iterable[Any]) -> Iterator[tuple[int, ...]]:

@@ -53,7 +53,18 @@ class AttachedModule(nn.Module):
         return self._wrapping[0].no_sync() if self._wrapping else contextlib.nullcontext()
 
 
-def refuse_compiled(net: AttachedModule) -> None:
+def refuse_unfit(net: AttachedModule, *, ranks: int) -> None:
+    """Raise BadInputError for a net that is compiled, and for one whose gradients this many ranks cannot sum."""
+    _refuse_compiled(net)
+    for name, one in net.module.named_modules() if ranks > 1 else ():
+        if isinstance(one, (nn.Embedding, nn.EmbeddingBag)) and one.sparse:
+            where = f"{name} of the net" if name else "the net"
+            raise misuse(
+                f"{where} has sparse gradients, which are not summed over ranks here: make it with sparse=False"
+            )
+
+
+def _refuse_compiled(net: AttachedModule) -> None:
     """Raise BadInputError for a net that is compiled: it would trace what forms and repairs; the model alone may be."""
     is_compiled = net._compiled_call_impl is not None  # noqa: SLF001 - by net.compile()
     if not is_compiled and "torch._dynamo.eval_frame" in sys.modules:

@@ -319,6 +319,26 @@ def test_the_end_waits_for_a_drill_where_a_rank_was_replaced(simulate):
     assert "the drill of step 90 is waited for" in waits(run)[0]
 
 
+def test_a_loop_that_fails_behind_its_training_says_what_is_not_proved(simulate):
+    """No step is left to prove it; control: a loop that had proved its repair."""
+    for proved in (False, True):
+        run = drilling(simulate)
+        answer(run)
+        run.kill(2)
+        run.run_until(lambda run=run: run.events("repaired"))
+        if proved:
+            run.to_step(50)
+            give(run, 50)
+            run.run_until(lambda run=run: run.rank(DRILL))
+            answer(run, 50)
+        run.supervisor._goes_on_behind = True
+        run.run_until(lambda run=run: run.world.ranks[0].has_finished)
+        run.leave(0, code=1)
+        run.run_to_end()
+        assert run.ending.status is RunStatus.FAILED
+        assert [one.startswith("not proved") for one in reasons(run)] == [True] * (not proved)
+
+
 @pytest.mark.parametrize("step", [90, 92], ids=["running", "waiting"])
 def test_a_drill_that_was_cut_short_is_done_at_the_end(simulate, step):
     """Where no step has made up for it: what it needs was kept, of two the newer one's."""

@@ -466,6 +466,7 @@ class CoordinatorSupervisor(Supervisor):
             lost[node.machine] = lost.get(node.machine, 0) + 1
         if self._is_behind(node) and not node.is_leaving and self._stop is None:
             self.run_end.failed_behind(f"{node.name} is lost: {why}")
+            self._waits_no_longer()
         for handle in self.machines.ranks_of(node):
             if not handle.is_alive:
                 continue
