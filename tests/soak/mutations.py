@@ -497,7 +497,7 @@ MUTATIONS = (
     _break("lease", "bool(slot.get(Cell.FENCED)) or", ""),
     _break("no-context", "if opened:", "if False:"),
     _break("same-numbers", "with generators_kept():", "if True:"),
-    _break("one-traceback", "for stream in (sys.stdout, sys.stderr):", "for stream in ():"),
+    _break("one-traceback", "flush_output()", "pass"),
     _break("groups-held", "_held.setdefault(id(group), group)", "pass"),
     _break("bare-names", "if at is None or part != _wrapped_child(at):", "if True:"),
     _break(
@@ -647,6 +647,7 @@ MUTATIONS = (
     _break("no-device-for-samples", "or of_samples", ""),
     _break("last-holder-stays", "if not goes_back and", "if False and"),
     _break("undone-first", "one not in may_be_withdrawn for", "True for"),
+    _break("failed-behind-is-said", "for one in self._observers:", "for one in ():"),
     _break("explained-once", "and not self._state.carried", ""),
     _break(
         "finding-outlives-a-rank",
