@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.callbacks import Callback, ProgressBar
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric
 
@@ -109,6 +109,13 @@ class Others:
         self._holders = named_by_kind(holders)
         optimizers = [one.scheduler for one in trainer.lr_scheduler_configs] + trainer.optimizers
         self._known = {id(one) for one in (*module.modules(), *optimizers, *holders)}
+        self._trainer = trainer
+
+    def of_trainer(self) -> dict[str, Any]:
+        """Return by name what the Trainer was given, such as ``gradient_clip_val``: a callback may change it."""
+        found = vars(self._trainer).items()
+        named = {k: v for k, v in found if not k.startswith("_") and k != "should_stop"}
+        return {f"trainer.{k}": v for k, v in named.items() if _is_plain(v)}
 
     def values(self) -> dict[str, Any]:
         """Return them by name, as they are now."""
@@ -120,9 +127,11 @@ class Others:
         return found
 
     def is_apart(self, value: Any) -> bool:
-        """Return True for what is kept elsewhere: Lightning's own objects, modules, optimizers, and data."""
+        """Return True for what is kept elsewhere: Lightning's own objects, the trained module, its optimizer, and data."""
         if id(value) in self._known or isinstance(value, (Dataset, DataLoader)):
             return True
+        if isinstance(value, nn.Module):  # a copy of the module, such as an average of its weights
+            return False
         kinds = [] if isinstance(value, dict) else type(value).__mro__
         return any(str(one.__module__).startswith("lightning.") for one in kinds)
 
