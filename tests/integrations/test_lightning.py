@@ -561,6 +561,22 @@ def test_what_users_keep_comes_back_as_it_was():
     assert torch.equal(back, tensor)
 
 
+class _Looks(Callback):
+    """Sees what is kept of logged values."""
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        kept = trainer.strategy._steps._logged.capture(is_late_refused=False)
+        self.names = [[*values] for values in kept["values"].values()]
+
+
+@pytest.mark.filterwarnings("ignore")  # as above
+def test_logged_values_are_kept_alike_in_whatever_order_they_came(alone):
+    looks = _Looks()
+    fitted(_Line(counts=True), strategy=ours._InPlace(), callbacks=[looks])
+    assert len(max(looks.names, key=len)) > 3
+    assert looks.names == [sorted(one) for one in looks.names]
+
+
 class _Cloning(_Line):
     """Copies a torchmetrics object in training, and writes another copy into a file."""
 
