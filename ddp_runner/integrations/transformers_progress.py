@@ -305,6 +305,17 @@ class Others:
         for name, holder in self._holders.items():
             held, plain = attributes_of(holder), {k for k, v in vars(holder).items() if is_plain(v)}
             found |= {f"{name}.{key}": held[key] for key in held.keys() - plain}
+        return found | self._beside_states()
+
+    def _beside_states(self) -> dict[str, Any]:
+        """Return what the user's callbacks with ``state()`` hold and that leaves out, as where it is inherited."""
+        found: dict[str, Any] = {}
+        callbacks = self._trainer.callback_handler.callbacks
+        exporting = [one for one in callbacks if isinstance(one, ExportableState)]
+        own = [one for one in exporting if not _is_installed(type(one))]
+        for name, one in named_by_kind(own).items():
+            given = {key for part in one.state().values() if isinstance(part, dict) for key in part}
+            found |= {f"{name}.{k}": v for k, v in attributes_of(one).items() if k not in given}
         return found
 
     def is_apart(self, value: Any) -> bool:

@@ -33,7 +33,7 @@ from tests.scenarios.harness import Run, poll
 pytest.importorskip("lightning", reason="not installed: the extra lightning")
 
 from lightning.pytorch import LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, EarlyStopping
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from torchmetrics import MeanMetric
@@ -504,6 +504,15 @@ class _Silent(Callback):
         self.calls += 1
 
 
+class _Stops(EarlyStopping):
+    """Counts what the state_dict() that it inherits leaves out."""
+
+    steps = 0
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.steps += 1
+
+
 class _Averages(Callback):
     """Averages the weights in a copy of the module, and changes an argument of the Trainer; without a state_dict()."""
 
@@ -529,7 +538,7 @@ class _Stateful(_Silent):
 @pytest.mark.filterwarnings("ignore")  # as above
 def test_what_changes_and_is_kept_nowhere_is_named_once(alone, tmp_path):
     """Not what stays as it was, what is kept, or Lightning's own objects."""
-    callbacks = [_Silent(), _Averages(), _Stateful()]
+    callbacks = [_Silent(), _Averages(), _Stateful(), _Stops("value", patience=9)]
     options = {"callbacks": callbacks, "gradient_clip_val": 1.0}
     fitted(_Holds(), accumulated=1, strategy=ours._InPlace(), **options)
     held = ["mean", "recent", "rows", "tally"]
@@ -537,6 +546,7 @@ def test_what_changes_and_is_kept_nowhere_is_named_once(alone, tmp_path):
         "`_Averages.average`",
         *(f"`_Holds.{name}`" for name in held),
         "`_Silent.calls`",
+        "`_Stops.steps`",
         "`trainer.gradient_clip_val`",
     ]
 

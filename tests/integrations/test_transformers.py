@@ -499,6 +499,15 @@ class _Sees(transformers.TrainerCallback):
         self.seen.add(state.global_step)
 
 
+class _Stops(transformers.EarlyStoppingCallback):
+    """Counts what the state() that it inherits leaves out."""
+
+    steps = 0
+
+    def on_step_end(self, args, state, control, **named):
+        self.steps += 1
+
+
 class _Copies(transformers.TrainerCallback):
     """Averages the weights in a copy of the model, and has another one that stays as it is."""
 
@@ -515,12 +524,14 @@ class _Copies(transformers.TrainerCallback):
 def test_what_changes_and_is_kept_nowhere_is_named(alone):
     """Of the program's own Trainer and callbacks; not what Trainer and its callbacks hold."""
     early = transformers.EarlyStoppingCallback(early_stopping_patience=9)
+    stops = _Stops(early_stopping_patience=9)
     options = {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "loss"}
     trainer = made(ours.in_place(_Holds), _Sees(), max_steps=10, **options)
     trainer.add_callback(early)
-    trainer.add_callback(_Copies())
+    for one in (_Copies(), stops):
+        trainer.add_callback(one)
     trainer.train()
-    named = ["`_Copies.average`", "`_Holds.tally`", "`_Sees.seen`"]
+    named = ["`_Copies.average`", "`_Holds.tally`", "`_Sees.seen`", "`_Stops.steps`"]
     assert sorted(alone._state.carried) == named
 
 
