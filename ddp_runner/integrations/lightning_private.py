@@ -260,7 +260,7 @@ class _ValidateInPlace(_EvaluationLoop):  # type: ignore[misc]
 
 
 class _AmongRanks:
-    """Tells a torchmetrics object whether to ask other ranks. Copies of the object ask the same; in a file it is as ever."""
+    """Whether a torchmetrics object asks other ranks. Copies of the object ask the same; in a file it is as ever."""
 
     def __init__(self, ask: Callable[[], bool]) -> None:
         self._ask = ask
