@@ -99,6 +99,10 @@ class _StepBatches:
 
     def __init__(self, loader: Any, accumulate: int) -> None:
         self.dataset = loader.dataset
+        base = getattr(loader, "base_dataloader", loader)
+        self.collate_fn = getattr(
+            base, "collate_fn", None
+        )  # the run looks at it, as at the dataset
         self.batch_size = batch_size_of(loader) * accumulate
         self._loader = loader
         self._accumulate = accumulate

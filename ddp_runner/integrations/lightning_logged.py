@@ -208,7 +208,8 @@ class Logged:
             "values": {
                 name: {
                     key: as_plain(key, one)
-                    for key, one in getattr(connector, name).items()
+                    # Of whatever order: a rank that was replaced within an epoch logs in another one.
+                    for key, one in sorted(getattr(connector, name).items())
                     if key not in unsynced
                 }
                 for name in _VALUES

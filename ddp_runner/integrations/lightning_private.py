@@ -25,6 +25,7 @@ from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 from torchmetrics import Metric
+from torchmetrics.metric import jit_distributed_available
 
 import ddp_runner
 from ddp_runner.integrations.framework_run import Draws, loss_scaler, refuse
@@ -70,6 +71,7 @@ USED: dict[type[Any], tuple[str, ...]] = {
 _VALIDATION, _EPOCH_END = "validation", "epoch end"  # what ranks call together between two steps
 _UNBOUNDED = 10**9  # steps
 _CURE = "make it a number, a tensor or a list or dict of them, or give the callback a state_dict()"
+_CURE_OF_TRAINER = "set it at the start of each batch, by trainer.global_step"
 # Of ModelCheckpoint, what its state_dict() or load_state_dict() leaves out.
 _OF_CHECKPOINT = (
     "_last_global_step_saved",
@@ -112,6 +114,7 @@ class _StepBatches:
         self.batch_size = batch_size_of(loader) * accumulate
         # The run looks at these, to begin each pass from known states.
         self.dataset = getattr(loader, "dataset", None)
+        self.collate_fn = getattr(loader, "collate_fn", None)
         self.generator = getattr(loader, "generator", None)
         self.sampler = getattr(loader, "sampler", None)
         self.batch_sampler = getattr(loader, "batch_sampler", None)
@@ -256,6 +259,22 @@ class _ValidateInPlace(_EvaluationLoop):  # type: ignore[misc]
         self.batch_progress.reset_on_run()
 
 
+class _AmongRanks:
+    """Whether a torchmetrics object asks other ranks. Copies of the object ask the same; in a file it is as ever."""
+
+    def __init__(self, ask: Callable[[], bool]) -> None:
+        self._ask = ask
+
+    def __call__(self) -> bool:
+        return self._ask()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _AmongRanks:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial, (jit_distributed_available,)
+
+
 class Steps:
     """The run's steps within Lightning's loops. Nothing of a loop is written again: its own methods are called."""
 
@@ -294,7 +313,7 @@ class Steps:
         for one in self._checkpoints():
             one.file_exists = self._file_exists
         for metric in self._attributes.metrics.values():
-            metric.distributed_available_fn = self._is_among_ranks
+            metric.distributed_available_fn = _AmongRanks(self._is_among_ranks)
 
     # The beginning.
 
@@ -313,6 +332,7 @@ class Steps:
             run.keep_local(attributes=self._attributes)
         others = Others(trainer, self._module)
         run.watch(others.values, is_apart=others.is_apart, cure=_CURE)
+        run.watch(others.of_trainer, is_apart=others.is_apart, cure=_CURE_OF_TRAINER)
         accumulated = trainer.accumulate_grad_batches
         batches = _StepBatches(fit._combined_loader, int(fit.max_batches), accumulated)  # noqa: SLF001
         total = _UNBOUNDED

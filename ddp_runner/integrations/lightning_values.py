@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.callbacks import Callback, ProgressBar
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric
 
@@ -109,6 +109,15 @@ class Others:
         self._holders = named_by_kind(holders)
         optimizers = [one.scheduler for one in trainer.lr_scheduler_configs] + trainer.optimizers
         self._known = {id(one) for one in (*module.modules(), *optimizers, *holders)}
+        self._trainer = trainer
+        inheriting = named_by_kind(filter(_inherits_state, trainer.callbacks))
+        self._inheriting = {k: (one, _names_of_lightning(one)) for k, one in inheriting.items()}
+
+    def of_trainer(self) -> dict[str, Any]:
+        """Return by name what the Trainer was given, such as ``gradient_clip_val``: a callback may change it."""
+        found = vars(self._trainer).items()
+        named = {k: v for k, v in found if not k.startswith("_") and k != "should_stop"}
+        return {f"trainer.{k}": v for k, v in named.items() if _is_plain(v)}
 
     def values(self) -> dict[str, Any]:
         """Return them by name, as they are now."""
@@ -117,12 +126,17 @@ class Others:
         found = {f"{name}.{k}": v for k, v in own if k not in self._not_own and not _is_plain(v)}
         for name, holder in self._holders.items():
             found |= {f"{name}.{key}": one for key, one in attributes_of(holder).items()}
+        for name, (holder, theirs) in self._inheriting.items():
+            held = attributes_of(holder).items()
+            found |= {f"{name}.{key}": one for key, one in held if key not in theirs}
         return found
 
     def is_apart(self, value: Any) -> bool:
-        """Return True for what is kept elsewhere: Lightning's own objects, modules, optimizers, and data."""
+        """Return True for what is kept elsewhere: Lightning's own objects, the trained module, its optimizer, and data."""
         if id(value) in self._known or isinstance(value, (Dataset, DataLoader)):
             return True
+        if isinstance(value, nn.Module):  # a copy of the module, such as an average of its weights
+            return False
         kinds = [] if isinstance(value, dict) else type(value).__mro__
         return any(str(one.__module__).startswith("lightning.") for one in kinds)
 
@@ -241,6 +255,21 @@ def _has_no_state(callback: Any) -> bool:
     kind = type(callback)
     is_own = not kind.__module__.startswith("lightning.") and not isinstance(callback, ProgressBar)
     return is_own and kind.state_dict is Callback.state_dict
+
+
+def _inherits_state(callback: Any) -> bool:
+    """Return True for a user's own kind of one of Lightning's callbacks, such as EarlyStopping, with that one's state."""
+    kind = type(callback)
+    of_lightning = [one for one in kind.__mro__ if one.__module__.startswith("lightning.")]
+    states = [vars(one)["state_dict"] for one in of_lightning if "state_dict" in vars(one)]
+    return of_lightning[0] is not kind and kind.state_dict in states and not _has_no_state(callback)
+
+
+def _names_of_lightning(callback: Any) -> frozenset[str]:
+    """The names that the methods of Lightning's own classes of a callback use."""
+    kinds = [one for one in type(callback).__mro__ if one.__module__.startswith("lightning.")]
+    found = [getattr(one, "__code__", None) for kind in kinds for one in vars(kind).values()]
+    return frozenset(name for code in found if code is not None for name in code.co_names)
 
 
 def _is_plain(value: Any) -> bool:

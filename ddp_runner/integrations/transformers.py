@@ -106,6 +106,10 @@ class _StepBatches:
         self, loader: Any, accumulate: int, *, seed: int, first: Callable[[], int]
     ) -> None:
         self.dataset = loader.dataset
+        base = getattr(loader, "base_dataloader", loader)
+        self.collate_fn = getattr(
+            base, "collate_fn", None
+        )  # the run looks at it, as at the dataset
         self.batch_size = batch_size_of(loader) * accumulate
         self._loader = loader
         self._accumulate = accumulate
@@ -178,18 +182,21 @@ def _nothing() -> Any:
 
 
 class _InPlace(_Base):  # type: ignore[misc]
-    """Overrides the methods at the start and end of Trainer's steps; the loop itself is Trainer's."""
+    """Overrides the methods at the start and end of Trainer's steps; the loop itself is Trainer's.
+
+    A subclass of the user's has a ``_loss`` or ``_loader`` of its own: all that is not Trainer's is ``_in_place_...`` here.
+    """
 
     def create_accelerator_and_postprocess(self) -> None:
         """Have Trainer see one process on this rank's device, of which rank 0 alone writes."""
         run, args = _run(), self.args
         refuse(why_not_made(args))
-        self._batches: list[Any] | None = None  # of the step in hand, which has not begun
-        self._draws: Draws | None = None  # as that batch has left them
-        self._given: Iterator[list[Any]] | None = None
-        self._is_in_step = False
-        self._is_first_entry = True
-        self._sharing = contextlib.ExitStack()  # while the loader is made
+        self._in_place_batches: list[Any] | None = None  # of the step in hand, which has not begun
+        self._in_place_draws: Draws | None = None  # as that batch has left them
+        self._in_place_given: Iterator[list[Any]] | None = None
+        self._in_place_is_in_step = False
+        self._in_place_is_first_entry = True
+        self._in_place_sharing = contextlib.ExitStack()  # while the loader is made
         if args.device != run.device:  # the first GPU, for all ranks
             args.__dict__["_setup_devices"] = args.distributed_state.device = run.device
             if run.device.type == "cuda":
@@ -203,14 +210,14 @@ class _InPlace(_Base):  # type: ignore[misc]
             accelerator.dataloader_config.dispatch_batches = False
         unwrapped, backward = accelerator.unwrap_model, accelerator.backward
         accelerator.no_sync = lambda model: model.no_sync()
-        accelerator.backward = lambda loss, **named: backward(self._noted(loss), **named)
+        accelerator.backward = lambda loss, **named: backward(self._in_place_noted(loss), **named)
         accelerator.unwrap_model = lambda model, *args, **named: unwrapped(
-            self.model if model is self._net else model, *args, **named
+            self.model if model is self._in_place_net else model, *args, **named
         )
 
-    _net: Any = None
-    _loss: Any = 0.0  # of the micro-batches so far of the step in hand
-    _backwards_left = 0  # of its micro-batches
+    _in_place_net: Any = None
+    _in_place_loss: Any = 0.0  # of the micro-batches so far of the step in hand
+    _in_place_backwards_left = 0  # of its micro-batches
 
     def train(
         self,
@@ -220,10 +227,10 @@ class _InPlace(_Base):  # type: ignore[misc]
     ) -> Any:
         """Train as Trainer does; a run that is resumed ignores Trainer's checkpoints, as its own are newer."""
         refuse(why_not(self, searches=trial is not None, resumes=bool(resume_from_checkpoint)))
-        self._resumed = resume_from_checkpoint or None
+        self._in_place_resumed = resume_from_checkpoint or None
         handler = self.callback_handler
-        handler.call_event = self._noticed(handler.call_event)
-        self._sharing.enter_context(self._shared_out(_run().world_size))
+        handler.call_event = self._in_place_noticed(handler.call_event)
+        self._in_place_sharing.enter_context(self._in_place_shared_out(_run().world_size))
         return super().train(None, trial, ignore_keys_for_eval)
 
     def hyperparameter_search(self, *args: Any, **named: Any) -> Any:  # noqa: ARG002 - as Trainer's
@@ -234,7 +241,7 @@ class _InPlace(_Base):  # type: ignore[misc]
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
         """Take in the loader of this rank's share, which a subclass may have made in its own way."""
-        self._sharing.close()
+        self._in_place_sharing.close()
         kinds = (
             SeedableRandomSampler,
             SequentialSampler,
@@ -242,10 +249,10 @@ class _InPlace(_Base):  # type: ignore[misc]
             IterableDataset,
         )
         is_stream = not _has_length(dataloader)
-        if is_stream and self._resumed:
+        if is_stream and self._in_place_resumed:
             refuse(why_not(self, resumes=True, is_stream=True))
         refuse(why_not_loader(dataloader, kinds, world_size=_run().world_size))
-        self._loader = dataloader
+        self._in_place_loader = dataloader
         return super().set_initial_training_values(args, dataloader)
 
     def get_total_train_batch_size(self, args: Any) -> int:
@@ -258,17 +265,17 @@ class _InPlace(_Base):  # type: ignore[misc]
         """Draw the first batch: a replaced rank learns from it where the others stand."""
         run = _run()
         given = (max_steps, num_update_steps_per_epoch, *more)
-        why_not_resumed = self._begin_with(self._resumed, *given)
+        why_not_resumed = self._in_place_begin_with(self._in_place_resumed, *given)
         if why_not_resumed is not None:
-            self._begin_with(None, *given)
-        model, loader = self._prepared
+            self._in_place_begin_with(None, *given)
+        model, loader = self._in_place_prepared
         options = {"find_unused_parameters": bool(self.args.ddp_find_unused_parameters)}
         if self.args.ddp_bucket_cap_mb is not None:
             options["bucket_cap_mb"] = self.args.ddp_bucket_cap_mb
-        self._net = self.model_wrapped = run.ddp(model, **options)
+        self._in_place_net = self.model_wrapped = run.ddp(model, **options)
         if self.args.save_strategy != "no":
             _write_as_a_save_does(self.model)
-        self._progress = Progress(
+        self._in_place_progress = Progress(
             self, run.world_size, run.rank, run.device, classes=(_THEIRS, _InPlace)
         )
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
@@ -276,29 +283,29 @@ class _InPlace(_Base):  # type: ignore[misc]
             model=self.model,
             optimizer=optimizer,
             scheduler=self.lr_scheduler,
-            trainer=self._progress,
+            trainer=self._in_place_progress,
             **loss_scaler(self.accelerator.scaler),
         )
-        others = Others(self, self._progress)
+        others = Others(self, self._in_place_progress)
         run.watch(others.values, is_apart=others.is_apart, cure=_CURE)
         batches = _StepBatches(
             loader,
             self.args.gradient_accumulation_steps,
             seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
-            first=lambda: self._progress.first,
+            first=lambda: self._in_place_progress.first,
         )
-        self._given = run.steps(batches, max_steps=max_steps)
-        self._is_at_end = self._draw() is None
+        self._in_place_given = run.steps(batches, max_steps=max_steps)
+        self._in_place_is_at_end = self._in_place_draw() is None
         if run.step_number == 0 and why_not_resumed is not None:
             raise why_not_resumed
-        self._progress.put_between()
-        return self._made() // num_update_steps_per_epoch, 0
+        self._in_place_progress.put_between()
+        return self._in_place_made() // num_update_steps_per_epoch, 0
 
-    def _made(self) -> int:
+    def _in_place_made(self) -> int:
         """Return the number of steps that are made, as Trainer counts them."""
-        return int(_run().step_number + self._progress.first)
+        return int(_run().step_number + self._in_place_progress.first)
 
-    def _begin_with(self, resumed: str | bool | None, *given: Any) -> Exception | None:
+    def _in_place_begin_with(self, resumed: str | bool | None, *given: Any) -> Exception | None:
         """Begin with a checkpoint of Trainer's, or with nothing. Return what is wrong with the checkpoint.
 
         A replaced rank does the same and then gets the state of the others: a checkpoint that is incomplete or was
@@ -314,7 +321,9 @@ class _InPlace(_Base):  # type: ignore[misc]
             if resumed is not None:
                 self._load_from_checkpoint(resumed)
             super()._init_training_state(max_steps, steps_per_epoch, epochs, resumed, *more)
-            self._prepared = super()._prepare_for_training(max_steps, self._loader, resumed)
+            self._in_place_prepared = super()._prepare_for_training(
+                max_steps, self._in_place_loader, resumed
+            )
         except Exception as error:
             if resumed is None:
                 raise
@@ -323,53 +332,59 @@ class _InPlace(_Base):  # type: ignore[misc]
 
     def _prepare_for_training(self, *args: Any, **named: Any) -> tuple[Any, Any]:  # noqa: ARG002
         """Give what is prepared already."""
-        return self._net, self._prepared[1]
+        return self._in_place_net, self._in_place_prepared[1]
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Do nothing: the run seeds each step."""
 
     # The bounds of a step.
 
-    def _draw(self, *, begins: bool = False) -> list[Any] | None:
+    def _in_place_draw(self, *, begins: bool = False) -> list[Any] | None:
         """Give the batches of the step in hand, which begins at once or is left for later; None once training has ended."""
         run = _run()
-        if self._batches is None:
-            assert self._given is not None, "the run has begun"
+        if self._in_place_batches is None:
+            assert self._in_place_given is not None, "the run has begun"
             if hasattr(self, "_tr_loss"):
-                self._progress.take_between()
-            self._progress.look()
-            self._batches = next(self._given, None)
-            is_left = self._batches is not None and not begins
-            self._draws = Draws(run.device) if is_left else None
-            self._progress.is_new = False
-            if self.state.global_step != self._made():  # of an older state, on all ranks
-                self._progress.put_between()
-        return self._batches
+                self._in_place_progress.take_between()
+            self._in_place_progress.look()
+            self._in_place_batches = next(self._in_place_given, None)
+            is_left = self._in_place_batches is not None and not begins
+            self._in_place_draws = Draws(run.device) if is_left else None
+            self._in_place_progress.is_new = False
+            if self.state.global_step != self._in_place_made():  # of an older state, on all ranks
+                self._in_place_progress.put_between()
+        return self._in_place_batches
 
-    def _enter(self) -> None:
+    def _in_place_enter(self) -> None:
         """Trainer's loop begins: it has set its counts to zero, and this rank may be a replaced one."""
-        self._is_first_entry = False
-        self._progress.put_between()
-        self._progress.enter()
-        self._progress.put_counted()
+        self._in_place_is_first_entry = False
+        self._in_place_progress.put_between()
+        self._in_place_progress.enter()
+        self._in_place_progress.put_counted()
         step = self.state.global_step
-        if self.args.should_save and step in self._progress.saved[-1:] and not self._is_saved(step):
+        if (
+            self.args.should_save
+            and step in self._in_place_progress.saved[-1:]
+            and not self._in_place_is_saved(step)
+        ):
             self._save_checkpoint(self.model, None)  # in which the process before has ended
 
     def _run_epoch(self, *, epoch: int, num_update_steps_per_epoch: int, **named: Any) -> None:
         run, accumulated = _run(), self.args.gradient_accumulation_steps
-        if self._is_first_entry:
-            self._enter()
+        if self._in_place_is_first_entry:
+            self._in_place_enter()
         while True:
-            if self._draw() is None or self.control.should_training_stop:
+            if self._in_place_draw() is None or self.control.should_training_stop:
                 self.control.should_training_stop = True
                 return
-            made = self._made() - epoch * num_update_steps_per_epoch
-            if self._made() >= self.state.max_steps:  # the run has begun with a checkpoint
+            made = self._in_place_made() - epoch * num_update_steps_per_epoch
+            if self._in_place_made() >= self.state.max_steps:  # the run has begun with a checkpoint
                 self.control.should_training_stop = True
                 return
             if not 0 <= made < num_update_steps_per_epoch:
-                raise RuntimeError(f"the run is at step {self._made()}, out of epoch {epoch}")
+                raise RuntimeError(
+                    f"the run is at step {self._in_place_made()}, out of epoch {epoch}"
+                )
             where = {
                 "train_dataloader": _nothing(),
                 "resume_from_checkpoint": "the run" if made else None,
@@ -383,7 +398,7 @@ class _InPlace(_Base):  # type: ignore[misc]
                     **{**named, **where},
                 )
             except BaseException as error:  # what does not come from a step is raised again
-                self._is_in_step = False
+                self._in_place_is_in_step = False
                 if not run.fail_step(error):
                     raise
             else:
@@ -394,26 +409,26 @@ class _InPlace(_Base):  # type: ignore[misc]
     ) -> tuple[list[Any], Any]:
         """Begin a step with the batches that the run gives, instead of those of Trainer's iterator."""
         del epoch_iterator, num_batches
-        batches = self._draw(begins=True)
+        batches = self._in_place_draw(begins=True)
         if batches is None:
             self.control.should_training_stop = True
             return [], None
-        self._begin()
-        self._loss, self._backwards_left = 0.0, len(batches)
+        self._in_place_begin()
+        self._in_place_loss, self._in_place_backwards_left = 0.0, len(batches)
         return batches, self._get_num_items_in_batch(batches, device)
 
-    def _begin(self) -> None:
+    def _in_place_begin(self) -> None:
         """The step of the batch that was drawn begins."""
-        if self._draws is not None:
-            self._draws.put_back()
-        self._batches = self._draws = None
+        if self._in_place_draws is not None:
+            self._in_place_draws.put_back()
+        self._in_place_batches = self._in_place_draws = None
         _run().begin_step()
-        self._is_in_step = True
+        self._in_place_is_in_step = True
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
         """Count over all ranks, where Trainer does; each evaluates by itself."""
         found = super()._get_num_items_in_batch(batch_samples, device)
-        is_shared = self._is_in_step and self.args.average_tokens_across_devices
+        is_shared = self._in_place_is_in_step and self.args.average_tokens_across_devices
         if isinstance(found, Tensor) and is_shared:
             counted = found.double()
             found = _run().from_ranks(lambda: sum_over_ranks(counted)).to(found.dtype)
@@ -422,47 +437,47 @@ class _InPlace(_Base):  # type: ignore[misc]
     def training_step(self, *args: Any, **named: Any) -> Any:
         """Compute as one of the ranks."""
         ranks = dist.get_world_size() if dist.is_initialized() else 1
-        with self._shared_out(ranks):
+        with self._in_place_shared_out(ranks):
             return super().training_step(*args, **named)
 
-    def _noted(self, loss: Tensor) -> Tensor:
+    def _in_place_noted(self, loss: Tensor) -> Tensor:
         """``loss`` of a micro-batch, as Trainer adds it up; the sum is noted for the run's own log."""
-        if self._is_in_step:
-            self._loss = self._loss + loss.detach()
-            self._backwards_left -= 1
+        if self._in_place_is_in_step:
+            self._in_place_loss = self._in_place_loss + loss.detach()
+            self._in_place_backwards_left -= 1
             if (
-                self._backwards_left == 0
+                self._in_place_backwards_left == 0
             ):  # the first loss that is noted in a step is the one that is logged
-                _run().note(loss=self._loss)
+                _run().note(loss=self._in_place_loss)
         return loss
 
     def _clip_grad_norm(self, *args: Any, **named: Any) -> Any:
-        self._progress.begin_sum()
+        self._in_place_progress.begin_sum()
         return super()._clip_grad_norm(*args, **named)
 
     def _get_grad_norm(self, *args: Any, **named: Any) -> Any:
         found = super()._get_grad_norm(*args, **named)
-        self._progress.sum_up()  # before the update: after it no rank waits for another
+        self._in_place_progress.sum_up()  # before the update: after it no rank waits for another
         return found
 
     def _maybe_log_save_evaluate(self, tr_loss: Tensor, *args: Any, **named: Any) -> None:
         """End the step; then Trainer logs, evaluates and saves between two steps, as it does."""
-        if self._is_in_step:
-            self._is_in_step = False
+        if self._in_place_is_in_step:
+            self._in_place_is_in_step = False
             _run().end_step()
         logged = self._globalstep_last_logged
-        losses = self._progress.losses() if self.control.should_log else tr_loss
+        losses = self._in_place_progress.losses() if self.control.should_log else tr_loss
         super()._maybe_log_save_evaluate(losses, *args, **named)
         if self._globalstep_last_logged != logged:
             tr_loss.zero_()
-            self._progress.forget(LOSS)
+            self._in_place_progress.forget(LOSS)
 
-    def _noticed(self, call_event: Callable[..., Any]) -> Callable[..., Any]:
+    def _in_place_noticed(self, call_event: Callable[..., Any]) -> Callable[..., Any]:
         """``call_event`` of the callbacks, with a look at their attributes once ``on_train_begin`` is over."""
 
         def call(event: str, *args: Any, **named: Any) -> Any:
-            if event == "on_epoch_begin" and self._is_first_entry:
-                self._progress.train_begins()
+            if event == "on_epoch_begin" and self._in_place_is_first_entry:
+                self._in_place_progress.train_begins()
             return call_event(event, *args, **named)
 
         return call
@@ -471,29 +486,29 @@ class _InPlace(_Base):  # type: ignore[misc]
 
     def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, **named: Any) -> dict[str, float]:
         """Evaluate at the start of training only in a run that begins."""
-        if self._is_first_entry and _run().step_number > 0:
+        if self._in_place_is_first_entry and _run().step_number > 0:
             return {}
         return dict(super()._evaluate(trial, ignore_keys_for_eval, **named))
 
     def store_flos(self) -> None:
         """Add what all ranks have computed."""
-        if self._given is None:
+        if self._in_place_given is None:
             super().store_flos()
             return
-        self.state.total_flos += float(self._progress.counted[:, FLOS].sum())
+        self.state.total_flos += float(self._in_place_progress.counted[:, FLOS].sum())
         self.current_flos = 0
-        self._progress.forget(FLOS)
+        self._in_place_progress.forget(FLOS)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Save as Trainer does, on rank 0; its last file says that the others are whole."""
         step, args = self.state.global_step, self.args
         if args.should_save:
-            (self._folder_of(step) / _STATE_FILE).unlink(missing_ok=True)
+            (self._in_place_folder_of(step) / _STATE_FILE).unlink(missing_ok=True)
         super()._save_checkpoint(model, trial)
-        if step not in self._progress.saved:
-            self._progress.saved.append(step)
+        if step not in self._in_place_progress.saved:
+            self._in_place_progress.saved.append(step)
         best = self.state.best_global_step
-        if not args.should_save and best in self._progress.saved:
+        if not args.should_save and best in self._in_place_progress.saved:
             # Trainer looks whether the folder is there, which rank 0 may not have made yet.
             self.state.best_model_checkpoint = os.path.join(args.output_dir, f"checkpoint-{best}")  # noqa: PTH118 - as Trainer has it
 
@@ -502,12 +517,12 @@ class _InPlace(_Base):  # type: ignore[misc]
         if self.args.should_save:
             super()._save_rng_state(output_dir)
 
-    def _folder_of(self, step: int) -> Path:
+    def _in_place_folder_of(self, step: int) -> Path:
         return Path(self.args.output_dir) / f"checkpoint-{step}"
 
-    def _is_saved(self, step: int) -> bool:
+    def _in_place_is_saved(self, step: int) -> bool:
         try:
-            json.loads((self._folder_of(step) / _STATE_FILE).read_text(encoding="utf-8"))
+            json.loads((self._in_place_folder_of(step) / _STATE_FILE).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return False
         return True
@@ -516,24 +531,24 @@ class _InPlace(_Base):  # type: ignore[misc]
 
     def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: float) -> Any:
         """End the run with all ranks, then do what Trainer does behind its loop."""
-        if self._is_first_entry:
-            self._enter()
-        self._end_run()
+        if self._in_place_is_first_entry:
+            self._in_place_enter()
+        self._in_place_end_run()
         del start_time
         return super()._finalize_training(
-            trial, num_train_samples, time.time() - self._progress.seconds
+            trial, num_train_samples, time.time() - self._in_place_progress.seconds
         )
 
-    def _end_run(self) -> None:
+    def _in_place_end_run(self) -> None:
         """Have the run end where Trainer has ended, which may be before its last step."""
         run = _run()
-        while not run.has_ended and self._draw() is not None:
-            if self.state.global_step >= self.state.max_steps and not self._progress.first:
+        while not run.has_ended and self._in_place_draw() is not None:
+            if self.state.global_step >= self.state.max_steps and not self._in_place_progress.first:
                 raise RuntimeError("the last step was taken back")
             run.stop()
             try:
-                self._begin()
-                self._is_in_step = False  # a step without an update: it informs the others
+                self._in_place_begin()
+                self._in_place_is_in_step = False  # a step without an update: it informs the others
                 run.end_step()
             except BaseException as error:
                 if not run.fail_step(error):
@@ -542,14 +557,14 @@ class _InPlace(_Base):  # type: ignore[misc]
     def _load_best_model(self) -> None:
         best = self.state.best_global_step
         until_s = time.monotonic() + _SAVED_WAIT_S
-        while best in self._progress.saved and not self._is_saved(best):
+        while best in self._in_place_progress.saved and not self._in_place_is_saved(best):
             if time.monotonic() > until_s:  # on the disk of another machine
                 break
             time.sleep(0.05)  # a replaced rank 0 saves it once more
         super()._load_best_model()
 
     @contextlib.contextmanager
-    def _shared_out(self, ranks: int) -> Iterator[None]:
+    def _in_place_shared_out(self, ranks: int) -> Iterator[None]:
         """Have accelerate see so many processes."""
         state = self.accelerator.state
         was, state.num_processes = state.num_processes, ranks

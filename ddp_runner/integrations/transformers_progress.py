@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from transformers.trainer_callback import ExportableState
 
@@ -73,7 +73,9 @@ class Progress:
         )  # the step of Trainer's checkpoint that the run has begun with
         self.classes = classes
         self.not_own = frozenset(name for one in classes for name in _names_of(one))
-        self.holders = named_by_kind(filter(_is_users, trainer.callback_handler.callbacks))
+        # A callback may change the arguments too, such as `args.max_grad_norm`.
+        callbacks = filter(_is_users, trainer.callback_handler.callbacks)
+        self.holders = {**named_by_kind(callbacks), "args": trainer.args}
         self._weights = {one.untyped_storage().data_ptr() for one in trainer.model.parameters()}
         # Of the plain attributes, those that steps change: another rank's are not all for this one.
         self._at_first = copy.deepcopy(self._plain())
@@ -146,7 +148,7 @@ class Progress:
         self._changed |= self._newly_changed().keys()
 
     def _plain(self) -> dict[str, Any]:
-        """The plain attributes that a subclass of Trainer has added, and those of the user's callbacks without ``state()``."""
+        """The plain attributes that a subclass of Trainer has added, those of the arguments, and of callbacks without ``state()``."""
         found = {k: v for k, v in vars(self._trainer).items() if k not in self.not_own}
         for holder, one in self.holders.items():
             found |= {f"{holder}.{name}": value for name, value in vars(one).items()}
@@ -303,12 +305,25 @@ class Others:
         for name, holder in self._holders.items():
             held, plain = attributes_of(holder), {k for k, v in vars(holder).items() if is_plain(v)}
             found |= {f"{name}.{key}": held[key] for key in held.keys() - plain}
+        return found | self._beside_states()
+
+    def _beside_states(self) -> dict[str, Any]:
+        """Return what the user's callbacks with ``state()`` hold and that leaves out, as where it is inherited."""
+        found: dict[str, Any] = {}
+        callbacks = self._trainer.callback_handler.callbacks
+        exporting = [one for one in callbacks if isinstance(one, ExportableState)]
+        own = [one for one in exporting if not _is_installed(type(one))]
+        for name, one in named_by_kind(own).items():
+            given = {key for part in one.state().values() if isinstance(part, dict) for key in part}
+            found |= {f"{name}.{k}": v for k, v in attributes_of(one).items() if k not in given}
         return found
 
     def is_apart(self, value: Any) -> bool:
-        """Return True for what is kept elsewhere: objects of the libraries, models, optimizers and data."""
+        """Return True for what is kept elsewhere: objects of the libraries, the trained model, its optimizer, and data."""
         if id(value) in self._known or isinstance(value, (Dataset, DataLoader)):
             return True
+        if isinstance(value, nn.Module):  # a copy of the model, such as an average of its weights
+            return False
         kinds = [] if isinstance(value, dict) else type(value).__mro__
         return any(one.__module__.startswith(("transformers.", "accelerate.")) for one in kinds)
 

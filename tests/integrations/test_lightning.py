@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
@@ -32,7 +33,7 @@ from tests.scenarios.harness import Run, poll
 pytest.importorskip("lightning", reason="not installed: the extra lightning")
 
 from lightning.pytorch import LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, EarlyStopping
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from torchmetrics import MeanMetric
@@ -503,6 +504,27 @@ class _Silent(Callback):
         self.calls += 1
 
 
+class _Stops(EarlyStopping):
+    """Counts what the state_dict() that it inherits leaves out."""
+
+    steps = 0
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.steps += 1
+
+
+class _Averages(Callback):
+    """Averages the weights in a copy of the module, and changes an argument of the Trainer; without a state_dict()."""
+
+    def on_fit_start(self, trainer, pl_module):
+        self.average, self.teacher = copy.deepcopy(pl_module), copy.deepcopy(pl_module)
+
+    @torch.no_grad()
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.average.net.weight.lerp_(pl_module.net.weight, 0.1)
+        trainer.gradient_clip_val = 1 / trainer.global_step
+
+
 class _Stateful(_Silent):
     """Has one."""
 
@@ -516,11 +538,16 @@ class _Stateful(_Silent):
 @pytest.mark.filterwarnings("ignore")  # as above
 def test_what_changes_and_is_kept_nowhere_is_named_once(alone, tmp_path):
     """Not what stays as it was, what is kept, or Lightning's own objects."""
-    fitted(_Holds(), accumulated=1, strategy=ours._InPlace(), callbacks=[_Silent(), _Stateful()])
+    callbacks = [_Silent(), _Averages(), _Stateful(), _Stops("value", patience=9)]
+    options = {"callbacks": callbacks, "gradient_clip_val": 1.0}
+    fitted(_Holds(), accumulated=1, strategy=ours._InPlace(), **options)
     held = ["mean", "recent", "rows", "tally"]
     assert sorted(alone._state.carried) == [
+        "`_Averages.average`",
         *(f"`_Holds.{name}`" for name in held),
         "`_Silent.calls`",
+        "`_Stops.steps`",
+        "`trainer.gradient_clip_val`",
     ]
 
 
@@ -542,6 +569,40 @@ def test_what_users_keep_comes_back_as_it_was():
     text, tensors = values._as_leaf({"callbacks": {"Mine": {"sums": [tensor]}}})
     (back,) = values._of_leaf(text, tensors)["callbacks"]["Mine"]["sums"]
     assert torch.equal(back, tensor)
+
+
+class _Looks(Callback):
+    """Sees what is kept of logged values."""
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        kept = trainer.strategy._steps._logged.capture(is_late_refused=False)
+        self.names = [[*values] for values in kept["values"].values()]
+
+
+@pytest.mark.filterwarnings("ignore")  # as above
+def test_logged_values_are_kept_alike_in_whatever_order_they_came(alone):
+    looks = _Looks()
+    fitted(_Line(counts=True), strategy=ours._InPlace(), callbacks=[looks])
+    assert len(max(looks.names, key=len)) > 3
+    assert looks.names == [sorted(one) for one in looks.names]
+
+
+class _Cloning(_Line):
+    """Copies a torchmetrics object in training, and writes another copy into a file."""
+
+    def on_train_epoch_end(self):
+        self.acc.update(2.0)
+        torch.save(self.acc, "acc.pt")
+        self.values = [float(self.acc.clone().compute()), float(self.acc.compute())]
+
+
+@pytest.mark.filterwarnings("ignore")  # as above
+def test_a_metric_can_be_copied_and_written_in_training(alone):
+    module = _Cloning()
+    fitted(module, strategy=ours._InPlace())
+    written = torch.load("acc.pt", weights_only=False)
+    assert [float(written.compute()), *module.values] == [2.0] * 3
+    assert b"ddp_runner" not in Path("acc.pt").read_bytes()
 
 
 @pytest.mark.filterwarnings("ignore")  # as above

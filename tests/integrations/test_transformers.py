@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 import random
@@ -34,6 +35,9 @@ from tests.scenarios.harness import Run, poll
 
 transformers = pytest.importorskip("transformers", reason="not installed: the extra transformers")
 pytest.importorskip("accelerate", reason="not installed: the extra transformers")
+
+from tokenizers import Tokenizer  # noqa: E402 - comes with the library
+from tokenizers.models import WordLevel  # noqa: E402 - as above
 
 from ddp_runner.integrations import transformers as ours  # noqa: E402 - needs the library
 from ddp_runner.integrations.transformers_progress import (  # noqa: E402 - as above
@@ -360,7 +364,7 @@ def test_the_repeated_first_body_is_reported_and_counted_once(alone, options):
     assert events.events == plain_events.events
     assert trainer.seen == plain.seen
     assert_same_training(trainer, plain)
-    assert trainer._progress._changed == {"seen", "_Events.events"}
+    assert trainer._in_place_progress._changed == {"seen", "_Events.events"}
 
 
 @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
@@ -397,13 +401,14 @@ def test_the_run_logs_the_loss_of_the_whole_step(alone, monkeypatch):
 
 
 class _Rates(transformers.TrainerCallback):
-    """Sets the rate of each step, by what it has counted itself."""
+    """Sets the rate of each step, by what it has counted itself, and an argument."""
 
     def __init__(self):
         self.steps = 0
 
     def on_step_begin(self, args, state, control, optimizer, **named):
         self.steps += 1
+        args.max_grad_norm = 0.5 / self.steps
         for group in optimizer.param_groups:
             group["lr"] = 1e-3 * 1.5**self.steps
 
@@ -417,6 +422,8 @@ def test_a_callback_sets_the_rate_of_a_repeated_body_too(alone):
         trainer.train()
     assert_same_training(trainers[1], trainers[0])
     assert alone._state.carried == []
+    kept = trainers[1]._in_place_progress.state_dict()["own"]
+    assert kept == {"_Rates.steps": 6, "args.max_grad_norm": 0.5 / 6}
 
 
 class _Tally:
@@ -424,6 +431,53 @@ class _Tally:
 
     def __init__(self):
         self.rows = []
+
+
+class _Calls:
+    """A collator that counts its calls, as one does that masks more and more."""
+
+    calls = 0
+
+    def __call__(self, rows):
+        self.calls += 1
+        return _collated(rows)
+
+
+@pytest.mark.parametrize("counts", [True, False])
+def test_what_an_epoch_leaves_in_a_collator_is_named(alone, counts):
+    """Of the collators of transformers nothing is: a tokenizer is as it was after each call."""
+    vocabulary = {"<pad>": 0, **{str(one): one for one in range(1, 20)}}
+    tokens = Tokenizer(WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokens, pad_token="<pad>")
+    theirs = transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False)
+    trainer = made(ours.in_place(transformers.Trainer), max_steps=12)
+    trainer.data_collator = _Calls() if counts else theirs
+    trainer.train()
+    assert alone._state.carried == (["`collate_fn.data_collator`"] if counts else [])
+
+
+class _Names(transformers.Trainer):
+    """Has attributes and a method with names that a subclass of Trainer may well have."""
+
+    _loss = 4.0
+
+    def _draw(self, loss):
+        self._loss = 0.9 * self._loss + 0.4
+        self._progress = getattr(self, "_progress", 0) + 1
+        return loss * self._loss
+
+    def compute_loss(self, *args, **named):
+        return self._draw(super().compute_loss(*args, **named))
+
+
+def test_a_subclass_has_names_of_its_own(alone):
+    """None of them is taken for one of ours."""
+    trainers = [made(kind) for kind in (_Names, ours.in_place(_Names))]
+    for trainer in trainers:
+        trainer.train()
+    assert_same_training(trainers[1], trainers[0])
+    assert [one._progress for one in trainers] == [6, 6]
+    assert trainers[1]._loss == trainers[0]._loss
 
 
 class _Holds(transformers.Trainer):
@@ -445,15 +499,40 @@ class _Sees(transformers.TrainerCallback):
         self.seen.add(state.global_step)
 
 
+class _Stops(transformers.EarlyStoppingCallback):
+    """Counts what the state() that it inherits leaves out."""
+
+    steps = 0
+
+    def on_step_end(self, args, state, control, **named):
+        self.steps += 1
+
+
+class _Copies(transformers.TrainerCallback):
+    """Averages the weights in a copy of the model, and has another one that stays as it is."""
+
+    def on_train_begin(self, args, state, control, model, **named):
+        self.average, self.teacher = copy.deepcopy(model), copy.deepcopy(model).eval()
+
+    @torch.no_grad()
+    def on_step_end(self, args, state, control, model, **named):
+        for mean, one in zip(self.average.parameters(), model.parameters(), strict=True):
+            mean.lerp_(one, 0.1)
+
+
 @pytest.mark.filterwarnings("ignore")  # that a callback with a state() has none of ours
 def test_what_changes_and_is_kept_nowhere_is_named(alone):
     """Of the program's own Trainer and callbacks; not what Trainer and its callbacks hold."""
     early = transformers.EarlyStoppingCallback(early_stopping_patience=9)
+    stops = _Stops(early_stopping_patience=9)
     options = {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "loss"}
     trainer = made(ours.in_place(_Holds), _Sees(), max_steps=10, **options)
     trainer.add_callback(early)
+    for one in (_Copies(), stops):
+        trainer.add_callback(one)
     trainer.train()
-    assert sorted(alone._state.carried) == ["`_Holds.tally`", "`_Sees.seen`"]
+    named = ["`_Copies.average`", "`_Holds.tally`", "`_Sees.seen`", "`_Stops.steps`"]
+    assert sorted(alone._state.carried) == named
 
 
 class _Stream(torch.utils.data.IterableDataset):
@@ -608,6 +687,7 @@ def _progress(rank):
             callbacks=[transformers.EarlyStoppingCallback(early_stopping_patience=3)]
         ),
         model=torch.nn.Linear(1, 1),
+        args=Namespace(max_grad_norm=1.0),
         current_flos=0.0,
         rank=rank,
         seen=0,

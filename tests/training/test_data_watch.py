@@ -235,6 +235,28 @@ def test_a_call_that_changes_an_attribute_of_its_class_is_named(change, named):
     assert found == named
 
 
+class Inner:
+    calls = 0  # an attribute of the class, until the first call
+
+    def __call__(self, rows):
+        self.calls += 1
+        return rows
+
+
+class Around:
+    """As transformers' Trainer wraps the collator that it is given."""
+
+    def __init__(self):
+        self.inner = Inner()
+
+    def __call__(self, rows):
+        return self.inner(rows)
+
+
+def test_a_count_that_begins_in_a_class_is_named_after_one_pass():
+    assert names_in(loader(collate_fn=Around()), passes=2) == ["`collate_fn.inner`"]
+
+
 def test_what_loading_alone_changes_is_no_change_by_a_loss():
     data, found = Counting(), []
     watch = DataWatch({"data": data}, note=found.extend)

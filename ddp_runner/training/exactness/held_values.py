@@ -112,7 +112,7 @@ class HeldValues:
         walk = Walk(inside=self._inside, objects_max=_OBJECTS_MAX)
         for path, at, reach in walk.over([("", SimpleNamespace(value=value))]):
             if reach is Reach.ENTERED:
-                held = attributes_of(at)
+                held = {**_of_classes(at), **attributes_of(at)}
                 if isinstance(at, nn.Module):
                     held |= {**at._parameters, **at._buffers}  # noqa: SLF001 - without a call of the program's code
                 for key, one in held.items():
@@ -348,14 +348,19 @@ def _values_of(owners: Mapping[str, Any], *, is_kept: Callable[[Any], bool]) -> 
         known.add(id(at))
         if _container_kind(at) is not None:
             found[name] = at
-        values = {
-            key: value
-            for kind in reversed(own_classes(at))  # what an attribute is until it is set
-            for key, value in attributes_of(kind).items()
-            if type(value) in _OF_DATA
-        }
-        found |= {f"{name}.{key}": value for key, value in {**values, **attributes_of(at)}.items()}
+        held = {**_of_classes(at), **attributes_of(at)}
+        found |= {f"{name}.{key}": value for key, value in held.items()}
     return found
+
+
+def _of_classes(at: Any) -> dict[str, Any]:
+    """Return what attributes of ``at`` are until they are set."""
+    return {
+        key: value
+        for kind in reversed(own_classes(at))
+        for key, value in attributes_of(kind).items()
+        if type(value) in _OF_DATA
+    }
 
 
 class _Remembered(HeldValues):
