@@ -648,6 +648,7 @@ MUTATIONS = (
     _break("last-holder-stays", "if not goes_back and", "if False and"),
     _break("undone-first", "one not in may_be_withdrawn for", "True for"),
     _break("failed-behind-is-said", "for one in self._observers:", "for one in ():"),
+    _break("replaced-are-compared", "(is_first and result.wanted.news)", "False"),
     _break("explained-once", "and not self._state.carried", ""),
     _break(
         "finding-outlives-a-rank",

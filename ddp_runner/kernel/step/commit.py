@@ -32,12 +32,14 @@ class State(Protocol):
 
     ``committed_step`` is the number of committed steps; EMPTY_STEP means that this process has no state yet and
     must receive one. ``boundary_done_step``: the step up to which due evaluations and saves are made.
-    ``is_in_doubt``: a comparison has just found that this state differs from that of other ranks.
+    ``trained_since``: the committed step with which this process began to train. ``is_in_doubt``: a comparison has just
+    found that this state differs from that of other ranks.
     """
 
     committed_step: int
     samples: int
     boundary_done_step: int
+    trained_since: int
     is_in_doubt: bool
 
     @property

@@ -210,21 +210,21 @@ def has_open_repairs(path: Path, *, run_id: str) -> bool:
 
     A launch that was killed has left no summary.json, and one that has not formed changes nothing.
     """
-    told: Mapping[str, Any] | None = None
+    proved: Mapping[str, Any] | None = None
     has_formed = False
     lines = read_tail(path, _READ_BYTES_MAX).splitlines()
     telling = [line for line in lines if any(word in line for word in _TELL)]
     for event in reversed(parsed(b"\n".join(telling))):
         match event.get("event"):
             case "repairs_proved":
-                told = told or event
+                proved = proved or event
             case "world_formed":
                 has_formed = True
             case "run_begins" if event.get("run_id") != run_id:
                 return False
-            case "run_begins" if told is not None or has_formed:
+            case "run_begins" if proved is not None or has_formed:
                 break
-    return told is not None and told.get("proved") != told.get("repairs")
+    return proved is not None and proved.get("proved") != proved.get("repairs")
 
 
 def _faults_of(launch: list[Mapping[str, Any]], ago: int) -> Iterator[FaultRecord]:
