@@ -59,6 +59,26 @@ def test_our_frames_are_left_out_between_the_users():
     assert "ddp_runner/training" not in text
 
 
+class BadSamples(torch.utils.data.Dataset):
+    """Raises at each sample."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        raise LookupError(f"no file for sample {index}\nlook again")
+
+
+def test_the_cause_names_the_error_of_another_process():
+    """A DataLoader's worker sends its traceback as text, behind a line that says little."""
+    loader = torch.utils.data.DataLoader(BadSamples(), num_workers=1)
+    error = caught(lambda: next(iter(loader)))
+    fault = fault_of(error, rank=0, step=3, phase="data", aborted=False)
+    assert fault.cause.startswith(
+        "LookupError: no file for sample 0 (Caught LookupError in DataLoader worker process 0) (test_"
+    )
+
+
 def test_an_error_of_ours_keeps_every_frame():
     """Control: what we raise is shown whole, and is no place of the user's."""
     error = caught(lambda: from_flat({"no_such_setting": 1}))

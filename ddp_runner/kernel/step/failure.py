@@ -13,9 +13,13 @@ from ddp_runner.kernel.system.user_errors import traceback_text, user_place
 
 def _cause(kind: FaultKind, name: str, text: str) -> str:
     """One line for people; torch's preamble of a failed allocation says nothing to them."""
-    first_line = text.strip().splitlines()[0] if text.strip() else ""
+    first_line, *more = text.strip().splitlines() or [""]
     if kind is FaultKind.OUT_OF_MEMORY:
         return f"out of memory: {first_line.rpartition('DefaultCPUAllocator: ')[2] or name}"
+    frames = [at for at, line in enumerate(more) if line.startswith("  File ")]
+    if frames:  # the traceback of another process, such as a DataLoader's worker
+        error = next((line for line in more[frames[-1] :] if line[:1].strip()), name)
+        return f"{error} ({first_line.strip('-. ')})"
     return f"{name}: {first_line}" if first_line else name
 
 
