@@ -247,6 +247,8 @@ def test_python_is_offered_settings_and_no_options(tmp_path, monkeypatch):
         ' fresh; old files go to a backup folder); or the old settings: config={"data.batch_size":'
         ' 8}, 2 ranks, config={"run.seed": 1}'
     )
+    line = ways_on(from_flat({"name": "loop"}), old={"ranks": 1}, new={"ranks": 2}, world_size=2)
+    assert line.endswith("the old settings: 1 rank")
 
 
 def test_checkpoints_of_before_there_were_names_are_pointed_out(tmp_path, monkeypatch):

@@ -142,7 +142,7 @@ def _batch_words(total: int, world_size: int, data: DataSettings | None) -> str:
 
 
 def _ranks(count: object) -> str:
-    return f"-n {count}" if start.is_command() else f"{count} ranks"
+    return f"-n {count}" if start.is_command() else f"{count} rank{'s' * (count != 1)}"
 
 
 def _typed(value: object) -> str:

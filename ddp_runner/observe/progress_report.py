@@ -7,7 +7,9 @@ from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from ddp_runner.kernel.rules.exits import RunStatus
+from ddp_runner.kernel.rules.faults import FaultKind
 from ddp_runner.observe import format as fmt
+from ddp_runner.observe.accounting import TOLERATED_KEPT
 from ddp_runner.observe.summary import time_parts
 from ddp_runner.start import COMMAND
 
@@ -91,6 +93,7 @@ def summary_rows(summary: RunSummary, *, faults_max: int) -> list[tuple[str, str
         *_memory_row(summary),
         ("faults", _faults_total(summary)),
         *(("", line) for line in _fault_lines(summary, faults_max)),
+        *_skipped_row(summary),
         *_machines_row(summary),
         ("exact", exact_text(summary)),
         ("weights", "-" if summary.weights_sha256 is None else summary.weights_sha256[:12]),
@@ -162,6 +165,19 @@ def _faults_total(summary: RunSummary) -> str:
         return f"{len(faults)}, none repaired"
     repaired = f"{len(repairs) + left_out} repaired in {fmt.duration(_repaired_s(repairs))}"
     return f"{len(faults) + left_out}, {repaired}, {steps}"
+
+
+def _skipped_row(summary: RunSummary) -> Iterable[tuple[str, str]]:
+    kinds = (FaultKind.NON_FINITE.value, FaultKind.LOSS_EXPLODED.value)
+    skipped = [
+        one
+        for one in summary.tolerated
+        if one.kind in kinds and one.action.startswith("step skipped")
+    ]
+    if skipped:
+        least = "at least " if len(summary.tolerated) >= TOLERATED_KEPT else ""
+        cause = "a loss or gradient was not finite or exploded"
+        yield "skipped", f"{least}{fmt.counted(len(skipped), 'step')}: {cause}"
 
 
 def _repaired_s(repairs: Iterable[FaultRecord]) -> float:

@@ -207,6 +207,19 @@ def test_a_run_is_shown_by_name_and_id():
     assert any(line.split() == ["run", "0af3"] for line in block)
 
 
+def test_summary_block_counts_the_steps_that_were_skipped():
+    """They changed the training, and no repair shows them; a failed save is no skipped step."""
+    (fault,) = run_summary().faults
+    skip = replace(fault, kind="loss_exploded", action="step skipped on all ranks")
+    save = replace(fault, kind="storage_failed", action="skipping the next checkpoint")
+    block = summary_block(run_summary(tolerated=(skip, skip, save)), log_dir="logs", width=80)
+    (line,) = [line for line in block if "skipped" in line]
+    assert line.split()[:3] == ["skipped", "2", "steps:"]
+    assert "skipped" not in "".join(summary_block(run_summary(), log_dir="logs", width=80))
+    many = summary_block(run_summary(tolerated=(skip,) * 500), log_dir="logs", width=80)
+    assert "at least 500 steps" in "\n".join(many)
+
+
 def test_summary_block_shows_people_everything():
     """Status, steps, loss, figures, goodput, faults with repair time, digest, checkpoint, logs."""
     lost = {"node1": 3, "node2": 1}

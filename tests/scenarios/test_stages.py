@@ -278,6 +278,9 @@ def test_a_run_goes_on_in_the_stage_it_was_stopped_in(fault_free, tmp_path):
     assert run.digest == fault_free.digest
     begun = [record["stage"] for record in run.events("stage_begins")]
     assert begun == ["pre", "tune", "pre", "tune", "last"]
+    with staged(copy) as run:  # --max-steps would override the end of every stage
+        assert run.wait() == 0, run.console
+    assert "raise the end of the last stage to train longer" in run.console
 
 
 def test_a_stage_begins_with_the_best_whatever_else_was_saved(tmp_path):

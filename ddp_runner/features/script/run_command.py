@@ -255,7 +255,9 @@ def _thread_notes(threads: int) -> tuple[str, ...]:
     own = os.environ.get("OMP_NUM_THREADS")
     if own:
         return (f"OMP_NUM_THREADS={own} of your environment is kept",)
-    return (f"OMP_NUM_THREADS={threads} for each rank: the cores, shared out; torchrun sets 1",)
+    return (
+        f"OMP_NUM_THREADS={threads} in each rank: the cores divided by the ranks; torchrun sets 1",
+    )
 
 
 def _torchrun_notes(own: Mapping[str, str]) -> tuple[str, ...]:

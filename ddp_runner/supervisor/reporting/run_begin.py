@@ -163,6 +163,8 @@ def lines_of_kept(plan: LaunchPlan, first: Ready) -> list[str]:
     length = "--max-steps" if settings.run.max_steps else "--epochs"
     if plan.loop is not None:
         length = "max_steps or epochs of run.steps()"
+    elif plan.stages:
+        length = "the end of the last stage"
     lines.append(
         f"raise {length} to train longer; {config.own_folder(settings)} or"
         f" {config.words_of(resume='none')} starts over"

@@ -180,9 +180,7 @@ class _Asked:
     def refuse_backend(self) -> None:
         name, text = self.text("--rdzv-backend")
         if name and text not in _BACKENDS:
-            raise BadInputError(
-                name, text, "must be c10d or static, which mean the same here: machines meet at one"
-            )
+            raise BadInputError(name, text, "must be c10d or static, which mean the same here")
 
     def conf(self) -> _Conf:
         name, text = self.text("--rdzv-conf")
