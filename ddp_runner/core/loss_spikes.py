@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+import sys
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-# Both must be exceeded: many times the usual spread (of noise, as the median absolute deviation
-# shows it), and a factor of the usual value, because a quiet run has hardly any spread.
+# All must be exceeded: many times the usual spread (of noise, as the median absolute deviation
+# shows it), a factor of the usual value, because a quiet run has hardly any spread, and the spread of
+# the logarithms, because the losses of a model that is good already may differ by orders of magnitude.
 SPREADS = 20.0
+SPREADS_OF_LOGS = 8.0  # 5.4 standard deviations of a log-normal distribution
+_LOG_MAX = math.log(sys.float_info.max)
 
 
 class RecentValues:
@@ -42,13 +46,23 @@ class RecentValues:
         """
         if not self._by_size:
             return math.inf
-        middle, usual = _median(self._by_size), len(self._by_size) // 2 + 1
+        middle, spread = _median(self._by_size), 0.0
         # Where most values are so near, their spread says less than the factor; it takes ten times as long.
         near = 0.99 * (factor - 1.0) * middle / SPREADS
-        if middle > 0 and self._number_between(middle - near, middle + near) >= usual:
-            return middle * factor
-        spread = _median(sorted([abs(value - middle) for value in self._by_size]))
-        return max(middle * factor, middle + SPREADS * spread) if middle > 0 or spread else math.inf
+        if middle <= 0 or not self._are_most_between(middle - near, middle + near):
+            spread = _median(sorted([abs(value - middle) for value in self._by_size]))
+        is_known = middle > 0 or spread > 0
+        limit = max(middle * factor, middle + SPREADS * spread) if is_known else math.inf
+        near = factor ** (0.99 / SPREADS_OF_LOGS)
+        if self._by_size[0] <= 0 or self._are_most_between(middle / near, middle * near):
+            return limit
+        logs = [math.log(value) for value in self._by_size]
+        middle = _median(logs)
+        log_limit = middle + SPREADS_OF_LOGS * _median(sorted([abs(one - middle) for one in logs]))
+        return max(limit, math.exp(log_limit)) if log_limit < _LOG_MAX else math.inf
+
+    def _are_most_between(self, low: float, high: float) -> bool:
+        return self._number_between(low, high) > len(self._by_size) // 2
 
     def _number_between(self, low: float, high: float) -> int:
         return bisect_right(self._by_size, high) - bisect_left(self._by_size, low)

@@ -35,9 +35,11 @@ def observe_all(explosions, losses, *, start=0):
 
 
 def test_a_limit_is_far_above_the_usual_whatever_the_outliers():
-    """A factor of the median, or many times the spread where that is wider."""
+    """A factor of the median, or many times the spread where that is wider, also that of the logarithms."""
     assert limit_of([2.0] * 9 + [500.0], factor=10.0) == 20.0
-    assert limit_of([1.0, 2.0, 3.0] * 5, factor=2.0) == 22.0
+    assert limit_of([0.0, 2.0, 4.0] * 5, factor=2.0) == 42.0
+    assert limit_of([1.0, 2.0, 4.0] * 5, factor=2.0) == pytest.approx(2.0 * 2.0**8)
+    assert limit_of([1e-300, 1.0, 1e300] * 5, factor=2.0) == math.inf
     assert limit_of([-5.0, -4.0, -3.0], factor=10.0) == 16.0
     assert limit_of([], factor=10.0) == math.inf
     assert limit_of([0.0, 0.0], factor=10.0) == math.inf
@@ -55,8 +57,22 @@ def test_limits_follow_the_newest_values_bit_for_bit(window):
         middle = median(plain)
         spread = median(abs(one - middle) for one in plain)
         expected = max(middle * 3.0, middle + 20.0 * spread) if middle > 0 or spread else math.inf
+        if min(plain) > 0:
+            logs = [math.log(one) for one in plain]
+            usual = median(logs)
+            expected = max(expected, math.exp(usual + 8 * median(abs(one - usual) for one in logs)))
         assert recent.explosion_limit(factor=3.0) == expected
         assert recent.oldest_first() == list(plain)
+
+
+@pytest.mark.parametrize("spread", [0.3, 0.9])
+def test_losses_of_a_good_model_may_differ_by_orders_of_magnitude(spread):
+    """Trained further, as from given weights: the first loss is low, so it hides no jump. Control: far above all of them."""
+    rng = random.Random(1)
+    losses = [rng.lognormvariate(-5, spread) for _ in range(3000)]
+    losses[0] = math.exp(-5)
+    losses[2000] = 1000 * max(losses)
+    assert observe_all(watch(window=100), losses) == [2000]
 
 
 @pytest.mark.parametrize("level", [1e-3, 1.0, 1e5])

@@ -27,11 +27,11 @@ class Limits:
         if loss > self.loss and self.is_threshold:
             return f"loss {loss:.4g} is above explosion_loss_max={self.loss:g}"
         if loss > self.loss:
-            return f"loss {loss:.4g} has exploded: far above the last steps', limit {self.loss:.4g}"
+            return f"loss {loss:.4g} has exploded: far above the last steps (limit {self.loss:.4g})"
         if grad_norm > self.grad_norm:
             return (
                 f"gradient norm {grad_norm:.4g} has exploded: "
-                f"far above the last steps', limit {self.grad_norm:.4g}"
+                f"far above the last steps (limit {self.grad_norm:.4g})"
             )
         return ""
 
