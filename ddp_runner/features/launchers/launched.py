@@ -10,7 +10,9 @@ import contextlib
 import math
 import os
 import signal
+import socket
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -65,7 +67,42 @@ _SAVE_SIGNAL = signal.SIGUSR2
 
 _PROGRESS_EVERY_S = 5.0  # a rank that is killed loses at most so much of the account of its time
 _PREDECESSOR_ENDS_S = 5.0  # the ranks that this one replaces, with their loader workers
+_FORMS_S = 3.0  # from a signal to the first group: then this process ends
 NO_ORIGINS: Mapping[str, str] = MappingProxyType({})  # nobody has chosen a setting
+
+
+class _EndsUnformed:
+    """Ends this process if it gets a signal and then forms no group: there is nothing to save.
+
+    It may wait within torch for a rank that has ended, for instance for bad input. Python's signal handlers, which only the main
+    thread runs, are not called there, and the launcher would send SIGKILL half a minute later.
+    """
+
+    def __init__(self) -> None:
+        self._signals, self._ours = socket.socketpair()
+        for one in (self._signals, self._ours):
+            one.setblocking(one is self._signals)
+        self._is_over = threading.Event()
+        self._before = -1
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.set_wakeup_fd(self._ours.fileno(), warn_on_full_buffer=False)
+            threading.Thread(target=self._wait, name="signals", daemon=True).start()
+
+    def formed(self) -> None:
+        """From now on the handlers decide. Called in the main thread."""
+        if self._is_over.is_set():
+            return
+        self._is_over.set()
+        if threading.current_thread() is threading.main_thread():
+            signal.set_wakeup_fd(self._before)
+        self._ours.close()  # which ends the thread
+
+    def _wait(self) -> None:
+        with self._signals:
+            while numbers := self._signals.recv(16):
+                reasons = [reason for number, reason in _STOP_SIGNALS.items() if number in numbers]
+                if reasons and not self._is_over.wait(_FORMS_S):
+                    os._exit(EXIT_CODE_OF_STATUS[STATUS_OF_REASON[reasons[0]]])
 
 
 class OutsideRuntime(LocalRuntime):
@@ -109,6 +146,7 @@ class OutsideRuntime(LocalRuntime):
         if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup
             numbers.remove(signal.SIGHUP)
         take_signals(numbers, self._on_signal)
+        self._unformed = _EndsUnformed()
         self._restart_log.keep(self.restart_progress(step=-1))
 
     def next_generation(self, ready: Ready) -> Generation:
@@ -151,6 +189,7 @@ class OutsideRuntime(LocalRuntime):
         """Write down where the time went, at what a later restart may go on from, and now and then."""
         match message:
             case RankFormed(committed_step=step):
+                self._unformed.formed()
                 self._formed_ns = time.monotonic_ns()
                 self._restart_log.keep(self.restart_progress(step=step))
             case _ if self.rank_info.rank:
