@@ -175,7 +175,7 @@ class Faulted(ABC):
             now_s = time.monotonic()
             os.kill(pid, signal.SIGKILL if harm is Harm.KILL else signal.SIGSTOP)
             return now_s
-        trouble = self.folder / f"{TROUBLE_NAME}{rank}"
+        trouble = self.folder / f"{TROUBLE_NAME}{self.living_pid(rank)}"
         deadline_s = time.monotonic() + START_TIMEOUT_S
         trouble.touch()
         while trouble.exists():
