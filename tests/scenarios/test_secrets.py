@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -38,7 +39,8 @@ def test_a_secret_is_nowhere_and_a_resume_needs_the_same_one(tmp_path, tmp_path_
     with Run(tmp_path, *words, task=SECRETIVE, variables=asked) as run:
         run.wait_for_event("world_formed")
         for process in run.processes():
-            assert SECRET.encode() not in Path(f"/proc/{process.pid}/cmdline").read_bytes()
+            with contextlib.suppress(OSError):  # such as a drill, which has ended meanwhile
+                assert SECRET.encode() not in Path(f"/proc/{process.pid}/cmdline").read_bytes()
         assert run.wait() == 0, run.console
     for secret in (SECRET, KEPT, OTHER):
         assert files_with(tmp_path, secret) == []
