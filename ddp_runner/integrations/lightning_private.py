@@ -260,7 +260,7 @@ class _ValidateInPlace(_EvaluationLoop):  # type: ignore[misc]
 
 
 class _AmongRanks:
-    """Whether a torchmetrics object asks other ranks. Copies of the object ask the same; in a file it is as ever."""
+    """Says whether a torchmetrics object asks other ranks. Copies of the object ask the same; a file has torchmetrics' own."""
 
     def __init__(self, ask: Callable[[], bool]) -> None:
         self._ask = ask

@@ -89,7 +89,7 @@ class _EndsUnformed:
             threading.Thread(target=self._wait, name="signals", daemon=True).start()
 
     def formed(self) -> None:
-        """From now on the handlers decide. Called in the main thread."""
+        """Leave signals to their handlers from now on. Called in the main thread."""
         if self._is_over.is_set():
             return
         self._is_over.set()

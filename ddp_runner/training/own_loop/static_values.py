@@ -90,7 +90,7 @@ def within_wrappers(function: Any) -> Any:
 
 
 class _Above:
-    """What ``super()`` gives of ``value`` in a method of the class that has this name."""
+    """Stands for ``super()`` of ``value`` in a method of the class that has this name."""
 
     def __init__(self, value: Any, name: str) -> None:
         self._value = value

@@ -115,6 +115,18 @@ class Bench:
         return self.reported
 
 
+def held_saves(monkeypatch):
+    """Have each save wait for the event that is returned."""
+    goes_on, save = threading.Event(), CheckpointStore.save
+
+    def saves(*args, **how):
+        assert goes_on.wait(60)
+        return save(*args, **how)
+
+    monkeypatch.setattr(CheckpointStore, "save", saves)
+    return goes_on
+
+
 class _Noted:
     def __init__(self, state):
         self._notes = ShareNotes.of(state)
@@ -230,13 +242,7 @@ def test_the_first_rank_of_its_machine_writes_the_state(tmp_path, rank, parts):
 
 def test_a_drill_is_skipped_while_an_earlier_state_is_written(tmp_path, monkeypatch):
     """The supervisor hears why, and asks again; the drill of a later step is whole."""
-    goes_on, save = threading.Event(), CheckpointStore.save
-
-    def saves(*args, **how):
-        assert goes_on.wait(60)
-        return save(*args, **how)
-
-    monkeypatch.setattr(CheckpointStore, "save", saves)
+    goes_on = held_saves(monkeypatch)
     bench = Bench(tmp_path, drill_at="1,2")
     for _ in range(3):
         bench.step()
@@ -255,13 +261,7 @@ def test_a_drill_is_skipped_while_an_earlier_state_is_written(tmp_path, monkeypa
 @pytest.mark.parametrize("is_asked", [False, True])
 def test_a_step_that_begins_twice_is_drilled(tmp_path, monkeypatch, is_asked):
     """A loss that freezes a part has DDP wrap the model again, while the drill's state is being written."""
-    goes_on, save = threading.Event(), CheckpointStore.save
-
-    def saves(*args, **how):
-        assert goes_on.wait(60)
-        return save(*args, **how)
-
-    monkeypatch.setattr(CheckpointStore, "save", saves)
+    goes_on = held_saves(monkeypatch)
     bench = Bench(tmp_path, drill_at="90" if is_asked else "1")
     bench.step()
     if is_asked:
@@ -280,13 +280,7 @@ def test_a_step_that_begins_twice_is_drilled(tmp_path, monkeypatch, is_asked):
 @pytest.mark.parametrize("is_owed", [False, True])
 def test_a_launch_that_owes_a_proof_awaits_its_drills_state(tmp_path, monkeypatch, is_owed):
     """Nothing has broken in it, but the launch before it has left a repair that is not proved."""
-    saves_now, save = threading.Event(), CheckpointStore.save
-
-    def saves(*args, **how):
-        assert saves_now.wait(60)
-        return save(*args, **how)
-
-    monkeypatch.setattr(CheckpointStore, "save", saves)
+    saves_now = held_saves(monkeypatch)
     bench = Bench(tmp_path, drill_at="1")
     bench.group.membership.owes_drill = 0 if is_owed else -1
     bench.step()
