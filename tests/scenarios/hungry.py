@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import mmap
 import os
@@ -20,7 +19,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ddp_runner.checkpoint import catalog, store
 from tests.scenarios.workload import Calls, PacedTask
 
-_M_MMAP_THRESHOLD = -3  # of mallopt(3)
 LIMITED = "limited"  # in the folder where the run was started: its memory is, from now on
 
 
@@ -92,14 +90,12 @@ class SmoothTask(PacedTask):
 class RefusedInOptimizerTask(SmoothTask):
     """In its first update, ``rank`` gets memory for a part of what AdamW keeps; its successor gets all.
 
-    That is 64 MB in all. A file ``half_made_RANK`` then reports how many tensors it had been made.
+    A file ``half_made_RANK`` then reports for how many of the 22 tensors.
     """
 
-    def __init__(self, rank=1, room_mb=24, **settings):
+    def __init__(self, rank=1, **settings):
         super().__init__(**settings)
-        self._mine = rank == -1 or os.environ.get("RANK") == str(rank)
-        self._all_are = rank == -1
-        self._room_mb = room_mb
+        self._mine = os.environ.get("RANK") == str(rank)
         self._is_inside = False
 
     def build_model(self):
@@ -113,17 +109,26 @@ class RefusedInOptimizerTask(SmoothTask):
         if self._is_inside or reported.exists():
             return
         self._is_inside = True
-        if self._all_are:
-            meet("inside")
-        # What this process has freed and kept would be enough: each tensor gets memory from the system.
-        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 16)
-        limit_address_space(self._room_mb)
+        limit_address_space(24)
+        filled = _everything_that_is_left()
+        del filled[-6:]  # of the 16 that the large weights need
         try:
             optimizer.step()
         except (RuntimeError, MemoryError):  # of torch; of Python, for something small beside it
-            reported.write_text(str(sum("exp_avg_sq" in kept for kept in optimizer.state.values())))
             resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+            reported.write_text(str(sum("exp_avg_sq" in kept for kept in optimizer.state.values())))
             raise
+        raise AssertionError("memory was enough for the whole update")
+
+
+def _everything_that_is_left():
+    """Tensors of 4 MB until no more is given, also of what this process had freed and kept."""
+    filled = []
+    try:
+        while True:
+            filled.append(torch.empty(2**20))
+    except RuntimeError:
+        return filled
 
 
 class GreedyTask(SmoothTask):

@@ -88,7 +88,7 @@ def test_what_an_optimizer_has_half_made_is_never_used(made_once, tmp_path):
     summary = run.summary()
     assert {fault["kind"] for fault in summary["faults"]} == {"out_of_memory"}
     (half_made,) = run.folder.glob("half_made_*")
-    assert 0 < int(half_made.read_text()) < 22, "of 22 tensors"
+    assert 0 < int(half_made.read_text()) < 22
     (reason,) = summary["inexact_reasons"]
     assert reason.startswith("micro-batches of 4 samples from step")
     for ours, theirs in zip(run.audit(2), calm.audit(2), strict=True):
