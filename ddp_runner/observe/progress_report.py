@@ -86,7 +86,7 @@ def summary_rows(summary: RunSummary, *, faults_max: int) -> list[tuple[str, str
         ("status", headline(summary)),
         ("run", summary.called),
         ("steps", _steps(summary)),
-        ("loss", "-" if summary.final_loss is None else fmt.figure(summary.final_loss)),
+        *_loss_row(summary),
         *((name.replace("_", " "), fmt.figure(value)) for name, value in summary.figures.items()),
         ("time", f"{fmt.duration(summary.wall_s)}, goodput {fmt.percent(summary.goodput)}"),
         *_time_row(summary),
@@ -134,6 +134,12 @@ def headline(summary: RunSummary) -> str:
 def _steps(summary: RunSummary) -> str:
     done = ((summary.steps, "step"), (summary.samples, "sample"), (summary.world_size, "rank"))
     return ", ".join(fmt.counted(*one) for one in done)
+
+
+def _loss_row(summary: RunSummary) -> Iterable[tuple[str, str]]:
+    # A loop need not say its loss, and a run that ended before its first step has none.
+    if summary.final_loss is not None:
+        yield "loss", fmt.figure(summary.final_loss)
 
 
 def _time_row(summary: RunSummary) -> Iterable[tuple[str, str]]:

@@ -302,7 +302,7 @@ def test_summary_block_says_of_a_stop_whether_it_saved(saved, words):
 
 
 def test_summary_block_of_a_failed_run():
-    """No figure is made up: unknown ones are dashes, inexact runs say why, many faults are cut."""
+    """No figure is made up: an unknown loss has no row, inexact runs say why, many faults are cut."""
     (fault,) = run_summary().faults
     summary = run_summary(
         status=RunStatus.FAILED,
@@ -318,6 +318,7 @@ def test_summary_block_of_a_failed_run():
     assert "failed" in text
     assert "no: batches were split" in text
     assert "and 3 more, in events.jsonl" in text
+    assert "\n loss" not in text
 
 
 @pytest.mark.parametrize(
