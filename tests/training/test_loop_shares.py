@@ -12,7 +12,7 @@ from torch import nn
 
 from ddp_runner.features.proof.loop_comparison import changed_file
 from ddp_runner.features.proof.rules import drilled_rank_of_loop
-from ddp_runner.training.exactness.first_step import NOT_DONE
+from ddp_runner.training.exactness.first_step import NOT_DONE, not_repeated
 from ddp_runner.training.exactness.own_update import Sums, first_unlike, hashes_after
 from ddp_runner.training.own_loop import repeat_check
 from ddp_runner.training.own_loop.drilled_run import LoneBody, ShareWanted
@@ -299,6 +299,16 @@ def test_a_first_step_that_differs_is_said_once_nothing_explains_it(monkeypatch,
     [reason] = steps.said
     assert "the first step cannot be repeated: computed twice from the same state, " in reason
     assert ("last.bias differs on rank 1" in reason) is bool(other)
+
+
+def test_an_iterator_that_steps_use_is_named_where_a_step_differs():
+    """As of a second loader that the loss draws from; without it, what may be behind it is guessed."""
+    answers = ["", "0.weight"]
+    found = not_repeated(answers, unseen=["task.more (_SingleProcessDataLoaderIter)"])
+    assert found.endswith(
+        "on rank 1 (steps use task.more (_SingleProcessDataLoaderIter), which is kept nowhere)"
+    )
+    assert "in a global" in not_repeated(answers)
 
 
 def test_a_variable_that_is_named_explains_a_first_step_that_differs(monkeypatch):

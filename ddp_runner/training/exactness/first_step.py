@@ -173,7 +173,7 @@ class FirstStep:
             return
         if not any(answers):
             report_repeated(self._parts, step - 1)
-        elif finding := not_repeated(answers):
+        elif finding := not_repeated(answers, unseen=self._state.side.opaque):
             seen = (
                 f"; a step also changes {named(self._changed)}, which is put back"
                 if self._changed
@@ -192,16 +192,21 @@ def report_repeated(parts: RankParts, step: int) -> None:
     parts.runtime.report(Proved(rank=rank, step=step, what="repeated"))
 
 
-def not_repeated(answers: Sequence[str]) -> str:
-    """Return why a step cannot be repeated, from each rank's first difference; an empty text if no rank has one."""
+def not_repeated(answers: Sequence[str], *, unseen: Sequence[str] = ()) -> str:
+    """Return why a step cannot be repeated, from each rank's first difference; an empty text if no rank has one.
+
+    ``unseen``: names of what steps use and cannot be looked into, such as an iterator.
+    """
     differing = {rank: what for rank, what in enumerate(answers) if what not in ("", NOT_DONE)}
     if not differing:
         return ""
     ranks = sorted(differing)
+    suspects = "a kernel that is not deterministic, or a state that cannot be seen: in a global, a closure, a file"
+    if unseen:
+        suspects = f"steps use {named(unseen)}, which is kept nowhere"
     return (
         f"the first step cannot be repeated: computed twice from the same state, {differing[ranks[0]]} differs"
-        f" on {rank_list(ranks)} (a kernel that is not deterministic, or a state that cannot be"
-        " seen: in a global, a closure, a file)"
+        f" on {rank_list(ranks)} ({suspects})"
     )
 
 
@@ -360,7 +365,7 @@ def report_inexact(parts: RankParts, reason: str) -> None:
     )
 
 
-def named(names: list[str]) -> str:
+def named(names: Sequence[str]) -> str:
     """A few of them."""
     more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
     return ", ".join(names[:NAMES_SHOWN]) + more
