@@ -419,10 +419,12 @@ class _InPlace(_Base):  # type: ignore[misc]
 
     def _in_place_begin(self) -> None:
         """The step of the batch that was drawn begins."""
+        is_left = self._in_place_draws is not None
         if self._in_place_draws is not None:
             self._in_place_draws.put_back()
         self._in_place_batches = self._in_place_draws = None
-        _run().begin_step()
+        # A callback may have frozen layers since: `on_epoch_begin` is not called again if this step is repeated.
+        _run().begin_step(keeps=is_left)
         self._in_place_is_in_step = True
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:

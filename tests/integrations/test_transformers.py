@@ -426,6 +426,24 @@ def test_a_callback_sets_the_rate_of_a_repeated_body_too(alone):
     assert kept == {"_Rates.steps": 6, "args.max_grad_norm": 0.5 / 6}
 
 
+class _Freezes(transformers.TrainerCallback):
+    """Trains the embeddings from the second epoch on only."""
+
+    def on_epoch_begin(self, args, state, control, model, **named):
+        model.transformer.wte.requires_grad_(state.epoch >= 1)
+
+
+def test_what_an_epoch_begins_with_holds_in_a_repeated_body_too(alone):
+    """The first body of a launch is repeated, and ``on_epoch_begin`` is not called again."""
+    trainers = [
+        made(kind, _Freezes())
+        for kind in (transformers.Trainer, ours.in_place(transformers.Trainer))
+    ]
+    for trainer in trainers:
+        trainer.train()
+    assert_same_training(trainers[1], trainers[0])
+
+
 class _Tally:
     """An object of a program's."""
 
