@@ -28,7 +28,7 @@ from torchmetrics import Metric
 from torchmetrics.metric import jit_distributed_available
 
 import ddp_runner
-from ddp_runner.integrations.framework_run import Draws, loss_scaler, refuse
+from ddp_runner.integrations.framework_run import Draws, have_new_workers, loss_scaler, refuse
 from ddp_runner.integrations.lightning_limits import why_not_loader
 from ddp_runner.integrations.lightning_logged import CELLS, Logged
 from ddp_runner.integrations.lightning_logged import USED as USED_FOR_LOGS
@@ -129,8 +129,7 @@ class _StepBatches:
 
     def __iter__(self) -> Iterator[list[Any]]:
         for loader in self._combined.flattened:
-            if getattr(loader, "persistent_workers", False):
-                loader._iterator = None  # noqa: SLF001 - they would go on with their own random numbers
+            have_new_workers(loader)
         drawn = islice(iter(self._combined), self._count)
         while found := list(islice(drawn, self._accumulate)):
             yield found
@@ -241,7 +240,12 @@ class _ValidateInPlace(_EvaluationLoop):  # type: ignore[misc]
         """Validate with the other ranks, again from its start where one is lost."""
         if self.trainer.sanity_checking:
             return super().run()
-        return self.steps.together(_VALIDATION, super().run)
+        return self.steps.together(_VALIDATION, self._run_with_new_workers)
+
+    def _run_with_new_workers(self) -> Any:
+        for loader in self._combined_loader.flattened if self._combined_loader else ():
+            have_new_workers(loader)
+        return super().run()
 
     def on_iteration_done(self) -> None:
         """A batch is done."""
