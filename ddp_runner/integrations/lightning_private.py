@@ -290,6 +290,7 @@ class Steps:
         self._given: Iterator[list[Any]] | None = None
         self._batches: list[Any] | None = None  # of the step in hand
         self._position = 0  # the next one of them
+        self._is_drawn_early = False  # the step in hand, before the hooks of the start
         self._draws: Draws | None = None  # as the batch has left them
         self._held: dict[str, Any] | None = None  # what a step that is made again begins with
         self.in_body = False  # of a step whose update has not begun, or in a call of all ranks
@@ -350,7 +351,7 @@ class Steps:
             self._attributes.hold()  # as of the newest update, which the other ranks have made
         self.enters = self._progress.between.get("call", "")
         if not self.enters:
-            self._draw()
+            self._is_drawn_early = self._draw() is not None
         if self._progress.between:
             self._put_between()
         self._is_first = False
@@ -393,7 +394,9 @@ class Steps:
         assert self._draws is not None, "of the batch"
         self._draws.put_back()
         self._noted = 0.0
-        self._run.begin_step()
+        # on_train_epoch_start() may have frozen layers since, and is not called again if this step is repeated.
+        self._run.begin_step(keeps=self._is_drawn_early)
+        self._is_drawn_early = False
         self.in_body = True
         if self._run.step_number == 0:
             self._agree_on_folders()

@@ -451,6 +451,23 @@ def test_the_repeated_first_body_is_counted_and_logged_once(alone):
     assert alone.step_number == 6
 
 
+class _Freezes(Callback):
+    """Trains the bias from the second epoch on only."""
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        pl_module.net.bias.requires_grad_(trainer.current_epoch >= 1)
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning's advice
+def test_what_an_epoch_begins_with_holds_in_a_repeated_body_too(alone):
+    """The first body of a launch is repeated, and ``on_train_epoch_start()`` is not called again."""
+    plain, own = _Line(), _Line()
+    fitted(plain, devices=1, callbacks=[_Freezes()])
+    fitted(own, strategy=ours._InPlace(), callbacks=[_Freezes()])
+    assert torch.equal(own.net.bias, plain.net.bias)
+    assert torch.equal(own.net.weight, plain.net.weight)
+
+
 @pytest.mark.filterwarnings("ignore")  # Lightning's advice
 def test_a_fast_dev_run_has_no_log_folder(alone):
     fitted(_Line(), accumulated=1, strategy=ours._InPlace(), logger=True, fast_dev_run=1)
