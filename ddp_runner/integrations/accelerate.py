@@ -324,7 +324,8 @@ class _InPlace(_Plain):
         """All samples of a loader come next, on each rank."""
         self.has_evaluated = True
         if self._source is not None and self._given is not None and not self._is_in_step:
-            begin_evaluation(loader, seed=self._source.seed, step=_run().step_number)
+            sampler, step = _sampler_of(loader), _run().step_number
+            begin_evaluation(loader, sampler, seed=self._source.seed, step=step)
 
     def _placed(self, loader: Any, batch: Any) -> Any:
         if loader.device is None:

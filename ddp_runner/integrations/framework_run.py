@@ -59,13 +59,18 @@ def have_new_workers(loader: Any) -> None:
         base._iterator = None  # noqa: SLF001
 
 
-def begin_evaluation(loader: Any, *, seed: int, step: int) -> None:
+def begin_evaluation(loader: Any, sampler: Any, *, seed: int, step: int) -> None:
     """Have all ranks draw the same random numbers in an evaluation of all samples, so that its figures are the same.
 
     Each rank stops early, or takes the best weights, by its own figures. What a step draws is seeded with its batch.
     """
     have_new_workers(loader)
     seed_step(seed=seed, step=step, rank=0, micro_step=BETWEEN)
+    generator = getattr(
+        sampler, "generator", None
+    )  # accelerate makes one, and each pass goes on with it
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(torch.initial_seed())
 
 
 class Draws:

@@ -495,7 +495,8 @@ class _InPlace(_Base):  # type: ignore[misc]
     def evaluation_loop(self, dataloader: Any, *args: Any, **named: Any) -> Any:
         """Evaluate with the random numbers of every rank: a collator that masks tokens draws some."""
         if self._in_place_given is not None and not self._in_place_is_in_step:
-            begin_evaluation(dataloader, seed=self.args.seed, step=_run().step_number)
+            sampler, step = _sampler_of(dataloader), _run().step_number
+            begin_evaluation(dataloader, sampler, seed=self.args.seed, step=step)
         return super().evaluation_loop(dataloader, *args, **named)
 
     def store_flos(self) -> None:

@@ -208,7 +208,8 @@ def test_other_orders_of_data_survive_a_kill(tmp_path, of_torchrun, words, is_kn
 @pytest.mark.timeout(600)
 def test_ranks_that_mask_tokens_at_random_evaluate_alike(tmp_path):
     """A replaced rank too, whose loader workers are new: ranks stop early and take the best weights by these figures."""
-    words, kept, plain = "masked persistent best", tmp_path / "kept", tmp_path / "plain"
+    words = "masked persistent best grouped"  # by length, also where it evaluates
+    kept, plain = tmp_path / "kept", tmp_path / "plain"
     for folder in (kept, plain):
         folder.mkdir()
     plant(kept, r1_s3_forward=KILL, r0_s5_update=KILL)
