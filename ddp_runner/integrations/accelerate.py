@@ -44,6 +44,8 @@ from ddp_runner.integrations.framework_run import (
     LOCAL_RANK,
     RUN,
     Draws,
+    begin_evaluation,
+    have_new_workers,
     loss_scaler,
     refuse,
     show_one_process,
@@ -129,8 +131,7 @@ class _StepBatches:
     def __iter__(self) -> Iterator[list[Any]]:
         loader = self._loader
         base = loader.base_dataloader
-        if base.persistent_workers:
-            base._iterator = None  # noqa: SLF001 - they would go on with their own random numbers
+        have_new_workers(base)
         self._go_to(self._epoch, base)
         loader.set_epoch(self._epoch)
         drawn = iter(base)
@@ -158,7 +159,7 @@ class _Loader(DataLoaderShard):  # type: ignore[misc]
         owner = self.owner
         if owner.is_trained_on(self):
             return owner.batches_of_epoch(self)
-        owner.has_evaluated = True
+        owner.begin_evaluation(self)
         return iter(super().__iter__())
 
 
@@ -318,6 +319,13 @@ class _InPlace(_Plain):
             self._is_left = False
         finally:
             loader.end()
+
+    def begin_evaluation(self, loader: _Loader) -> None:
+        """All samples of a loader come next, on each rank."""
+        self.has_evaluated = True
+        if self._source is not None and self._given is not None and not self._is_in_step:
+            sampler, step = _sampler_of(loader), _run().step_number
+            begin_evaluation(loader, sampler, seed=self._source.seed, step=step)
 
     def _placed(self, loader: Any, batch: Any) -> Any:
         if loader.device is None:

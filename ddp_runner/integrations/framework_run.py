@@ -11,6 +11,8 @@ import numpy as np
 import torch
 
 import ddp_runner
+from ddp_runner.training.own_loop.steps import BETWEEN
+from ddp_runner.values.generators import seed_step
 
 if TYPE_CHECKING:
     from ddp_runner import AttachedRun
@@ -48,6 +50,27 @@ def named_by_kind(objects: Iterable[Any]) -> dict[str, Any]:
         name = type(one).__name__
         found[f"{name} {len(found)}" if name in found else name] = one
     return found
+
+
+def have_new_workers(loader: Any) -> None:
+    """Let the next pass begin with new loader workers: those of a pass before go on with their own random numbers."""
+    base = getattr(loader, "base_dataloader", loader)
+    if getattr(base, "persistent_workers", False):
+        base._iterator = None  # noqa: SLF001
+
+
+def begin_evaluation(loader: Any, sampler: Any, *, seed: int, step: int) -> None:
+    """Have all ranks draw the same random numbers in an evaluation of all samples, so that its figures are the same.
+
+    Each rank stops early, or takes the best weights, by its own figures. What a step draws is seeded with its batch.
+    """
+    have_new_workers(loader)
+    seed_step(seed=seed, step=step, rank=0, micro_step=BETWEEN)
+    generator = getattr(
+        sampler, "generator", None
+    )  # accelerate makes one, and each pass goes on with it
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(torch.initial_seed())
 
 
 class Draws:

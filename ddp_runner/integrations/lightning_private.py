@@ -28,7 +28,7 @@ from torchmetrics import Metric
 from torchmetrics.metric import jit_distributed_available
 
 import ddp_runner
-from ddp_runner.integrations.framework_run import Draws, loss_scaler, refuse
+from ddp_runner.integrations.framework_run import Draws, have_new_workers, loss_scaler, refuse
 from ddp_runner.integrations.lightning_limits import why_not_loader
 from ddp_runner.integrations.lightning_logged import CELLS, Logged
 from ddp_runner.integrations.lightning_logged import USED as USED_FOR_LOGS
@@ -129,8 +129,7 @@ class _StepBatches:
 
     def __iter__(self) -> Iterator[list[Any]]:
         for loader in self._combined.flattened:
-            if getattr(loader, "persistent_workers", False):
-                loader._iterator = None  # noqa: SLF001 - they would go on with their own random numbers
+            have_new_workers(loader)
         drawn = islice(iter(self._combined), self._count)
         while found := list(islice(drawn, self._accumulate)):
             yield found
@@ -241,7 +240,12 @@ class _ValidateInPlace(_EvaluationLoop):  # type: ignore[misc]
         """Validate with the other ranks, again from its start where one is lost."""
         if self.trainer.sanity_checking:
             return super().run()
-        return self.steps.together(_VALIDATION, super().run)
+        return self.steps.together(_VALIDATION, self._run_with_new_workers)
+
+    def _run_with_new_workers(self) -> Any:
+        for loader in self._combined_loader.flattened if self._combined_loader else ():
+            have_new_workers(loader)
+        return super().run()
 
     def on_iteration_done(self) -> None:
         """A batch is done."""
@@ -286,6 +290,7 @@ class Steps:
         self._given: Iterator[list[Any]] | None = None
         self._batches: list[Any] | None = None  # of the step in hand
         self._position = 0  # the next one of them
+        self._is_drawn_early = False  # the step in hand, before the hooks of the start
         self._draws: Draws | None = None  # as the batch has left them
         self._held: dict[str, Any] | None = None  # what a step that is made again begins with
         self.in_body = False  # of a step whose update has not begun, or in a call of all ranks
@@ -346,7 +351,7 @@ class Steps:
             self._attributes.hold()  # as of the newest update, which the other ranks have made
         self.enters = self._progress.between.get("call", "")
         if not self.enters:
-            self._draw()
+            self._is_drawn_early = self._draw() is not None
         if self._progress.between:
             self._put_between()
         self._is_first = False
@@ -389,7 +394,9 @@ class Steps:
         assert self._draws is not None, "of the batch"
         self._draws.put_back()
         self._noted = 0.0
-        self._run.begin_step()
+        # on_train_epoch_start() may have frozen layers since, and is not called again if this step is repeated.
+        self._run.begin_step(keeps=self._is_drawn_early)
+        self._is_drawn_early = False
         self.in_body = True
         if self._run.step_number == 0:
             self._agree_on_folders()

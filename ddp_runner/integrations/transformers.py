@@ -30,6 +30,8 @@ import ddp_runner
 from ddp_runner.integrations.framework_run import (
     RUN,
     Draws,
+    begin_evaluation,
+    have_new_workers,
     loss_scaler,
     refuse,
     show_one_process,
@@ -136,9 +138,7 @@ class _StepBatches:
 
     def _of_epoch(self, epoch: int) -> Iterator[list[Any]]:
         loader = self._loader
-        base = getattr(loader, "base_dataloader", loader)
-        if base.persistent_workers:
-            base._iterator = None  # noqa: SLF001 - they would go on with their own random numbers
+        have_new_workers(loader)
         loader.set_epoch(epoch)
         if epoch != self._pass and hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
@@ -419,10 +419,12 @@ class _InPlace(_Base):  # type: ignore[misc]
 
     def _in_place_begin(self) -> None:
         """The step of the batch that was drawn begins."""
+        is_left = self._in_place_draws is not None
         if self._in_place_draws is not None:
             self._in_place_draws.put_back()
         self._in_place_batches = self._in_place_draws = None
-        _run().begin_step()
+        # A callback may have frozen layers since: `on_epoch_begin` is not called again if this step is repeated.
+        _run().begin_step(keeps=is_left)
         self._in_place_is_in_step = True
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
@@ -489,6 +491,13 @@ class _InPlace(_Base):  # type: ignore[misc]
         if self._in_place_is_first_entry and _run().step_number > 0:
             return {}
         return dict(super()._evaluate(trial, ignore_keys_for_eval, **named))
+
+    def evaluation_loop(self, dataloader: Any, *args: Any, **named: Any) -> Any:
+        """Evaluate with the random numbers of every rank: a collator that masks tokens draws some."""
+        if self._in_place_given is not None and not self._in_place_is_in_step:
+            sampler, step = _sampler_of(dataloader), _run().step_number
+            begin_evaluation(dataloader, sampler, seed=self.args.seed, step=step)
+        return super().evaluation_loop(dataloader, *args, **named)
 
     def store_flos(self) -> None:
         """Add what all ranks have computed."""

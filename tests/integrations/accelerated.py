@@ -30,7 +30,10 @@ class Tokens(Dataset):
         return len(self.rows)
 
     def __getitem__(self, index):
-        return {"input_ids": self.rows[index], "labels": self.rows[index]}
+        row = self.rows[index].clone()
+        if "masked" in WORDS:
+            row[torch.rand(9) < 0.2] = 0
+        return {"input_ids": row, "labels": self.rows[index]}
 
 
 @dataclass
@@ -117,7 +120,8 @@ def main():
     model = gpt2() if "gpt2" in WORDS else TinyLM()
     optimizer = HarmedAdam(model.parameters(), lr=1e-2)
     trained = DataLoader(Tokens(40, seed=1), batch_size=2, shuffle=True)
-    evaluated = DataLoader(Tokens(8, seed=2), batch_size=2)
+    workers = {"num_workers": 1, "persistent_workers": True} if "masked" in WORDS else {}
+    evaluated = DataLoader(Tokens(8, seed=2), batch_size=2, **workers)
     schedule = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 4) * (1 - step / 60))
     model, optimizer, trained, evaluated, schedule = accelerator.prepare(
         model, optimizer, trained, evaluated, schedule

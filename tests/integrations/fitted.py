@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
@@ -38,6 +38,20 @@ def pictures(count, seed):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(count, 1, 8, 8, generator=generator)
     return TensorDataset(x, (x.mean((1, 2, 3)) > 0).long())
+
+
+class Noisy(Dataset):
+    """Draws noise for each sample."""
+
+    def __init__(self, samples):
+        self.samples = samples
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, index):
+        x, y = self.samples[index]
+        return x + 0.5 * torch.randn(x.shape), y
 
 
 class Net(LightningModule):
@@ -147,12 +161,11 @@ def main():
         logger=CSVLogger("csv"),
         **chosen,
     )
-    module = Net()
-    trainer.fit(
-        module,
-        DataLoader(pictures(40, 1), batch_size=4, shuffle=True),
-        DataLoader(pictures(20, 2), batch_size=4),
-    )
+    module, evaluated = Net(), DataLoader(pictures(20, 2), batch_size=4)
+    if "noisy" in WORDS:
+        data = Noisy(pictures(20, 2))
+        evaluated = DataLoader(data, batch_size=4, num_workers=1, persistent_workers=True)
+    trainer.fit(module, DataLoader(pictures(40, 1), batch_size=4, shuffle=True), evaluated)
     state = module.state_dict()
     optimizer = trainer.optimizers[0].state_dict()["state"]
     facts = {

@@ -6,6 +6,7 @@ import itertools
 import json
 import random
 import signal
+import tempfile
 from collections import Counter
 from pathlib import Path
 
@@ -43,10 +44,10 @@ LIKE_EXAMPLES = Path(__file__).with_name("accelerated_vision.py")
 # --- whole runs ---
 
 
-def run_script(folder, script, *words, ranks=2, options=()):
+def run_script(folder, script, *words, ranks=2, options=(), **how):
     options = ("--preload", FRAMEWORK, "save_every_steps=5", *PATIENT, *options)
     places = ("-l", folder / "logs", "-c", folder / "checkpoints")
-    how = {"world": ranks, "task": None, "verb": "run", "launcher": with_imported(FRAMEWORK)}
+    how |= {"world": ranks, "task": None, "verb": "run", "launcher": with_imported(FRAMEWORK)}
     return Run(folder, *places, *options, script, *words, **how)
 
 
@@ -162,6 +163,24 @@ def test_other_options_give_the_weights_of_torchrun(tmp_path, words):
         assert run.wait() == 0, run.console
     assert_as_saved_by(folder, tmp_path / "plain")
     assert run.summary()["exact"], run.summary()["inexact_reasons"]
+
+
+@pytest.mark.whole_run
+@pytest.mark.timeout(600)
+def test_ranks_that_mask_tokens_at_random_evaluate_alike(tmp_path):
+    """A replaced rank too, whose loader workers are new: a loop stops early by these figures."""
+    plant(tmp_path, r1_s23_forward=KILL)
+    with (
+        tempfile.TemporaryDirectory(dir="/tmp") as short,  # sockets of workers are left by kills
+        run_script(tmp_path, LIKE_CLM, "masked", variables={"TMPDIR": short}) as run,
+    ):
+        assert run.wait() == 0, run.console
+    assert run.summary()["exact"], run.summary()["inexact_reasons"]
+    assert not [*tmp_path.glob("harm_*")]
+    logs = [json.loads((tmp_path / f"history_{rank}.json").read_text()) for rank in range(2)]
+    figures = [[one for one in log if isinstance(one, list)] for log in logs]
+    assert len(figures[0]) == 3
+    assert figures[1] == figures[0][2:]  # those of the process that came last
 
 
 # --- in one process ---

@@ -8,6 +8,7 @@ import math
 import os
 import random
 import signal
+import tempfile
 from collections import deque
 from pathlib import Path
 
@@ -123,6 +124,26 @@ def test_ranks_are_lost_and_the_weights_are_those_of_torchrun(tmp_path, of_torch
     assert_as_torchrun(tmp_path, of_torchrun(""))
     assert_exact(run, 8)
     assert [one.name for one in tmp_path.glob("csv/*/*")] == ["version_0"]
+
+
+@pytest.mark.whole_run
+@pytest.mark.timeout(600)
+def test_kept_workers_of_a_validation_draw_the_same_after_a_repair(tmp_path):
+    """Those of a replaced rank are new: what is saved, and where training ends, follows from these figures."""
+    kept, plain = tmp_path / "kept", tmp_path / "plain"
+    for folder in (kept, plain):
+        folder.mkdir()
+    plant(kept, r1_s7_forward=KILL)
+    for folder in (kept, plain):
+        with (
+            tempfile.TemporaryDirectory(
+                dir="/tmp"
+            ) as short,  # sockets of workers are left by kills
+            run_script(folder, "noisy", variables={"TMPDIR": short}) as run,
+        ):
+            assert run.wait() == 0, run.console
+        assert_exact(run, folder is kept)
+    assert_as_torchrun(kept, plain)
 
 
 @pytest.mark.slow
@@ -428,6 +449,23 @@ def test_the_repeated_first_body_is_counted_and_logged_once(alone):
     logged = {name: float(one) for name, one in found.callback_metrics.items()}
     assert logged == {name: float(one) for name, one in expected.callback_metrics.items()}
     assert alone.step_number == 6
+
+
+class _Freezes(Callback):
+    """Trains the bias from the second epoch on only."""
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        pl_module.net.bias.requires_grad_(trainer.current_epoch >= 1)
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning's advice
+def test_what_an_epoch_begins_with_holds_in_a_repeated_body_too(alone):
+    """The first body of a launch is repeated, and ``on_train_epoch_start()`` is not called again."""
+    plain, own = _Line(), _Line()
+    fitted(plain, devices=1, callbacks=[_Freezes()])
+    fitted(own, strategy=ours._InPlace(), callbacks=[_Freezes()])
+    assert torch.equal(own.net.bias, plain.net.bias)
+    assert torch.equal(own.net.weight, plain.net.weight)
 
 
 @pytest.mark.filterwarnings("ignore")  # Lightning's advice

@@ -9,6 +9,7 @@ import random
 import re
 import shutil
 import signal
+import tempfile
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace as Namespace
@@ -201,6 +202,30 @@ def test_other_orders_of_data_survive_a_kill(tmp_path, of_torchrun, words, is_kn
     with run_script(plain, words) as run:
         assert run.wait() == 0, run.console
     assert_as_torchrun(kept, plain)
+
+
+@pytest.mark.whole_run
+@pytest.mark.timeout(600)
+def test_ranks_that_mask_tokens_at_random_evaluate_alike(tmp_path):
+    """A replaced rank too, whose loader workers are new: ranks stop early and take the best weights by these figures."""
+    words = "masked persistent best grouped"  # by length, also where it evaluates
+    kept, plain = tmp_path / "kept", tmp_path / "plain"
+    for folder in (kept, plain):
+        folder.mkdir()
+    plant(kept, r1_s3_forward=KILL, r0_s5_update=KILL)
+    for folder in (kept, plain):
+        with (
+            tempfile.TemporaryDirectory(
+                dir="/tmp"
+            ) as short,  # sockets of workers are left by kills
+            run_script(folder, words, variables={"TMPDIR": short}) as run,
+        ):
+            assert run.wait() == 0, run.console
+        assert run.summary()["exact"], run.summary()["inexact_reasons"]
+    assert not [*kept.glob("harm_*")]
+    assert_as_torchrun(kept, plain)
+    histories = [facts["history"] for _, facts in saved_by(kept)]
+    assert histories[0] == histories[1]
 
 
 def assert_losses_of_torchrun(folder, plain):
@@ -424,6 +449,24 @@ def test_a_callback_sets_the_rate_of_a_repeated_body_too(alone):
     assert alone._state.carried == []
     kept = trainers[1]._in_place_progress.state_dict()["own"]
     assert kept == {"_Rates.steps": 6, "args.max_grad_norm": 0.5 / 6}
+
+
+class _Freezes(transformers.TrainerCallback):
+    """Trains the embeddings from the second epoch on only."""
+
+    def on_epoch_begin(self, args, state, control, model, **named):
+        model.transformer.wte.requires_grad_(state.epoch >= 1)
+
+
+def test_what_an_epoch_begins_with_holds_in_a_repeated_body_too(alone):
+    """The first body of a launch is repeated, and ``on_epoch_begin`` is not called again."""
+    trainers = [
+        made(kind, _Freezes())
+        for kind in (transformers.Trainer, ours.in_place(transformers.Trainer))
+    ]
+    for trainer in trainers:
+        trainer.train()
+    assert_same_training(trainers[1], trainers[0])
 
 
 class _Tally:

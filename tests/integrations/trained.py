@@ -46,6 +46,7 @@ CHOSEN = {
     "short": {"max_steps": 7},
     "checkpointing": {"activation_checkpointing": True},
     "workers": {"dataloader_num_workers": 1},
+    "persistent": {"dataloader_num_workers": 1, "dataloader_persistent_workers": True},
     "plateau": {
         "lr_scheduler_type": "reduce_lr_on_plateau",
         "lr_scheduler_kwargs": {"patience": 0, "factor": 0.5},
@@ -67,9 +68,11 @@ class Tokens(Dataset):
         return len(self.rows)
 
     def __getitem__(self, index):
-        row, labels = self.rows[index], self.rows[index].clone()
+        row, labels = self.rows[index].clone(), self.rows[index].clone()
         if not self.is_even:
             labels[self.lengths[index] :] = -100  # so that ranks have different numbers of tokens
+        elif "masked" in WORDS:
+            row[torch.rand(9) < 0.2] = 0
         return {"input_ids": row, "labels": labels}
 
 

@@ -580,6 +580,49 @@ def test_parameters_are_unfrozen_anywhere_before_the_net_is_called(
         assert_as_if_nothing_happened(run, tmp_path, expected, repaired=2 * len(steps))
 
 
+FROZEN_ALONE = """
+import torch
+from torch import nn
+import ddp_runner
+
+run = ddp_runner.attach()
+net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+wrapped = run.ddp(net)
+run.keep(net=net, optimizer=optimizer)
+x = torch.randn(256, 4)
+data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+for batches in run.steps(run.loader(data, batch_size=4, accumulate=3), max_steps=12):
+    with run.step():
+        with wrapped.no_sync():
+            net[0].requires_grad_(run.step_number % 4 > 1)
+            for inputs, targets in batches[:-1]:
+                (wrapped(inputs) - targets).square().mean().backward()
+        inputs, targets = batches[-1]
+        (wrapped(inputs) - targets).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+if run.is_first:
+    torch.save({"net": net.state_dict()}, "final.pt")
+"""
+
+
+def test_layers_frozen_under_no_sync_are_summed_once_a_step(tmp_path):
+    """The module is wrapped again there. A sum more changes the last bits of three ranks, and a repeated body has none."""
+    found = []
+    for name, harm in (("calm", ()), ("harm", ("kill:rank=1,step=4", "kill:rank=0,step=6"))):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "frozen.py").write_text(FROZEN_ALONE, encoding="utf-8")
+        options = [word for one in harm for word in ("--inject", one)]
+        with run_loop(folder, loop=folder / "frozen.py", world=3, options=options) as run:
+            assert run.wait() == 0, run.console
+        assert run.summary()["exact"], run.summary()["inexact_reasons"]
+        assert len(run.summary()["faults"]) == len(harm)
+        found.append(final(folder))
+    assert found[0] == found[1]
+
+
 KILL_ONCE_ASKED = """
 import time
 while not os.path.exists("go"):

@@ -9,7 +9,7 @@ import contextlib
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from enum import IntEnum
@@ -117,6 +117,7 @@ class LoopSteps:
         self._given_up = False  # the step in hand: for an older state, or for another wrapping
         self._has_called = False  # the net, in the step in hand
         self._wrapped_at = EMPTY_STEP  # the step whose body has changed requires_grad
+        self._alone: contextlib.ExitStack | None = None  # within no_sync()
         self._logged_at_ns = time.monotonic_ns()
         self._watches = parts.settings.log.gpu_watch_s > 0
         self._logged_step = max(0, self._state.committed_step)
@@ -252,11 +253,25 @@ class LoopSteps:
         self._replica.close()
         self._wrap()
         self._replica.on_own_gradient = self._watched.gradient
+        if self._alone is not None:
+            self._alone.enter_context(self._replica.no_sync())
         self._slot.stamp(Phase.FORWARD, time.monotonic_ns())
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context like that of DDP; between steps it does nothing."""
-        return self._replica.no_sync() if self.in_body else contextlib.nullcontext()
+        return self._adding_alone() if self.in_body else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _adding_alone(self) -> Iterator[None]:
+        """A module that is wrapped again within the block sums nothing over ranks either."""
+        outer = self._alone
+        with contextlib.ExitStack() as alone:
+            alone.enter_context(self._replica.no_sync())
+            self._alone = alone
+            try:
+                yield
+            finally:
+                self._alone = outer
 
     def before_update(self, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         """Called by each kept optimizer before it steps. Raises RepeatStep where it must not."""
