@@ -209,6 +209,23 @@ CARRIED = {
             "weight()",
         ),
     ),
+    "a library's module in an attribute": (
+        "own.norm",
+        _program(
+            "own = types.SimpleNamespace(norm=nn.BatchNorm1d(1))\n",
+            "own.norm(batch[:, None])[:, 0]",
+        ),
+    ),
+    "a library's module in a dict": (
+        "parts.norm",
+        _program("parts = {'norm': nn.BatchNorm1d(1)}\n", "parts['norm'](batch[:, None])[:, 0]"),
+    ),
+    "a method of a generator in an attribute": (
+        "own.draw",
+        _program(
+            "own = types.SimpleNamespace(draw=np.random.default_rng(0).normal)\n", "own.draw()"
+        ),
+    ),
     "a queue": (
         "items",
         "import queue\nitems = queue.Queue()\nitems.put(0)\n"
@@ -317,6 +334,13 @@ HARMLESS = {
     "def late(): return next(counts)\nrates, key = {'late': late, 'now': lambda: 1}, 'now'\n"
     + BLOCK
     + "(net(batch) * rates[key]()).sum().backward()",
+    "methods of the global generators": "from random import random as drawn, randint\ndraw = np.random.normal\n"
+    + BLOCK
+    + "scale = drawn() + random.random() + np.random.rand() + randint(1, 2) + draw()\n"
+    "        (net(batch) * scale * random.choice([1, 2])).sum().backward()",
+    "criteria in a dict": "criteria = {'l1': nn.L1Loss(), 'l2': nn.MSELoss()}\nwanted = torch.zeros(2)\n"
+    + BLOCK
+    + "sum(one(net(batch), wanted) for one in criteria.values()).backward()",
     "a queue of rows": "import queue\nrows = queue.Queue()\n"
     + BLOCK
     + "loss = net(batch).sum(); loss.backward(); rows.put(loss.item())",

@@ -52,6 +52,7 @@ class Resolved:
     ``is_container``: it holds nothing once ``clear()`` was called. ``is_getter``: the function is that of a property,
     which runs where the name is read. ``receiver``: what the function's first parameter is, where that is not what
     the name is an attribute of. ``of``: the class in which it is written. ``elements``: the keys of a list, tuple or dict of the program's own objects.
+    ``is_used_up``: a call may change it: a module, or a method that draws from a random generator.
     """
 
     is_fixed: bool = False
@@ -65,6 +66,7 @@ class Resolved:
     of: str = ""
     module: str = ""
     elements: tuple[int | str, ...] = ()
+    is_used_up: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -346,6 +348,8 @@ class _Reading:
         if name and resolved.function is not None and self.inlined_count < _INLINED_MAX:
             return found | self.inline(name, resolved, node, written, scope)
         found |= self._within_call(node, values, written, scope)
+        if name and resolved.is_used_up:
+            found |= self._read(name, node, written)
         if isinstance(node.func, ast.Attribute):
             owner = self._dotted(node.func.value, scope)
             if owner and node.func.attr == "clear" and self.find(owner).is_container:

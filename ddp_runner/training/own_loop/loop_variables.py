@@ -35,7 +35,7 @@ from ddp_runner.training.own_loop.static_values import (
     own_objects,
     within_wrappers,
 )
-from ddp_runner.values.generators import generator_kind
+from ddp_runner.values.generators import generator_kind, is_global
 from ddp_runner.values.object_graph import CONTAINERS, LEAVES, Walk, attributes_of, is_opaque
 
 _LOOKS_IN_A_ROW = 4  # then at every power of two: what changes now and then shows too
@@ -183,10 +183,17 @@ class LoopVariables:
             if isinstance(function, FunctionType):
                 of = function.__qualname__.rpartition(".")[0]
                 found = replace(self._function(function, path), receiver=receiver, of=of)
-                return found if found.function else replace(found, is_fixed=self._is_fixed(value))
+                is_fixed = found.function is not None or self._is_fixed(value)
+                return replace(found, is_fixed=is_fixed, is_used_up=not is_fixed)
             is_container, elements = type(value) in CONTAINERS, own_objects(value)
             is_fixed = self._is_fixed(value)
-            return Resolved(is_fixed=is_fixed, is_container=is_container, elements=elements)
+            kinds = (MethodType, BuiltinMethodType, nn.Module)
+            return Resolved(
+                is_fixed=is_fixed,
+                is_container=is_container,
+                elements=elements,
+                is_used_up=isinstance(value, kinds) and not is_fixed,
+            )
 
         hooks = _HookWrites(self._modules, self._source_of)
 
@@ -268,7 +275,7 @@ class LoopVariables:
     def _is_fixed(self, value: Any) -> bool:
         """Return True if ``value`` is no variable. A method is one if it draws from a random generator."""
         if isinstance(value, (MethodType, BuiltinMethodType)):
-            return not generator_kind(value.__self__)
+            return is_global(value.__self__) or not generator_kind(value.__self__)
         kinds = (ModuleType, type, FunctionType, DataLoader, Dataset)
         return isinstance(value, kinds) or self._is_kept(value)
 

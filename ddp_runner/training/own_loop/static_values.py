@@ -59,7 +59,7 @@ def _of_class(value: Any, name: str) -> Any:
 
 
 def own_objects(value: Any) -> tuple[int | str, ...]:
-    """Return the keys of a list, tuple or dict whose values are the program's own objects and functions."""
+    """Return the keys of a list, tuple or dict whose values are modules, or the program's own objects and functions."""
     if type(value) not in (dict, list, tuple) or not 0 < len(value) <= _ELEMENTS_MAX:
         return ()
     keys = tuple(value) if type(value) is dict else tuple(range(len(value)))
@@ -72,7 +72,8 @@ def _is_own(value: Any) -> bool:
     is_function = isinstance(value, (FunctionType, MethodType))
     kinds = (value,) if is_function else vars(type(value)).values()
     functions = (one for one in kinds if isinstance(one, (FunctionType, MethodType)))
-    return any(is_users_file(one.__code__.co_filename) for one in functions)
+    is_module = isinstance(value, nn.Module)
+    return is_module or any(is_users_file(one.__code__.co_filename) for one in functions)
 
 
 def _defaults(function: FunctionType | MethodType) -> dict[str, Any]:
