@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -283,3 +285,26 @@ def test_a_folder_that_became_a_file_is_named_once(tmp_path):
     (change,) = holder.look()
     assert change.text == f"{checkpoints} was removed, and cannot be locked again (File exists)"
     holder.release()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
+@pytest.mark.parametrize("name", ["logs", "checkpoints"])
+def test_a_folder_of_another_users_run_is_refused_before_anything_starts(monkeypatch, name):
+    """With the option and the file, though the folder itself may be written."""
+    with TemporaryDirectory() as folder:  # pytest's own may not be entered by others
+        monkeypatch.chdir(folder)
+        Path(folder).chmod(0o755)
+        settings = RunSettings(log_dir="logs", checkpoint_dir="checkpoints")
+        holder = RunDirectories(settings)
+        holder.claim()
+        holder.release()
+        for one in map(Path, ("logs", "checkpoints")):
+            one.chmod(0o777)
+            for file in one.iterdir() if one.name != name else ():
+                file.chmod(0o666)
+        os.seteuid(65534)
+        try:
+            with pytest.raises(BadInputError, match=f"{name}: cannot be locked: .* another user's"):
+                RunDirectories(settings).refuse_if_held()
+        finally:
+            os.seteuid(0)

@@ -111,6 +111,13 @@ class DirectoryLock:
         finally:
             os.close(descriptor)
 
+    def refuse_if_foreign(self) -> None:
+        """Raise BadInputError if the lock is a file of another user's run, which this user may not open."""
+        is_ours = os.access(self._path, os.R_OK | os.W_OK, effective_ids=True)
+        if self._path.is_file() and not is_ours:
+            what = f"cannot be locked: {self._path.name} in it is of another user's run"
+            raise BadInputError(self._option, self._path.parent, what)
+
     def acquire(self, *, patience_s: float = 0.0) -> None:
         """Take the lock. Raises BadInputError if another live run still holds it after that time.
 
@@ -217,9 +224,10 @@ class RunDirectories:
         )
 
     def refuse_if_held(self) -> None:
-        """Raise BadInputError if another live run holds one of them. Creates nothing."""
-        self._checkpoints.refuse_if_held()
-        self._logs.refuse_if_held()
+        """Raise BadInputError if another live run holds one of them, or another user's has made it. Creates nothing."""
+        for lock in (self._checkpoints, self._logs):
+            lock.refuse_if_foreign()
+            lock.refuse_if_held()
 
     def are_checkpoints_held(self) -> bool:
         """Return whether another live run, also one on another machine, is seen to hold the checkpoints."""

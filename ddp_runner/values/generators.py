@@ -19,6 +19,7 @@ _MASK32 = 0xFFFFFFFF
 _GOLDEN = 0x9E3779B97F4A7C15  # odd; 2**64 over the golden ratio
 
 _python: Any = random.random.__self__  # type: ignore[attr-defined]  # what the module's functions draw from
+_numpy: Any = np.random.random.__self__  # type: ignore[attr-defined]  # the same of NumPy
 _seed_python = super(random.Random, _python).seed  # without the checks of the class above it
 
 
@@ -35,6 +36,11 @@ def mix64(value: int) -> int:
 def _next_mixed(value: int) -> int:
     """Return one output of SplitMix64 for the state ``value`` (taken modulo 2**64)."""
     return mix64((value + _GOLDEN) & MASK64)
+
+
+def is_global(value: Any) -> bool:
+    """Return True for a generator that :func:`seed_host` seeds."""
+    return any(value is one for one in (_python, _numpy, torch.default_generator))
 
 
 # Seeding.

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import contextvars
 import enum
 import functools
 import io
@@ -63,6 +64,15 @@ _HOLDERS = (
     threading.local,  # of this thread, which makes the steps
     *(weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet),
 )
+# Where such an object has the things themselves, for one whose other attributes change with each use.
+_CONTENTS: dict[type, str] = {
+    collections.UserDict: "data",
+    collections.UserList: "data",
+    collections.ChainMap: "maps",
+    queue.Queue: "queue",
+    weakref.WeakKeyDictionary: "data",
+    weakref.WeakValueDictionary: "data",
+}
 _BARE = frozenset({list, tuple, dict, collections.deque})  # without attributes, and never opaque
 _PLAIN = (*CONTAINERS, str, bytes, bytearray, int, float, complex)
 _NAMES = (str, int, float, bytes, tuple, type(None))  # what is written alike in all processes
@@ -171,6 +181,17 @@ def attributes_of(at: Any) -> dict[str, Any]:
         for name in _OF_MODULES & found.keys():
             del found[name]
     return found
+
+
+def content_of(value: Any) -> Any:
+    """Return what an object of the standard library has of a program's, as the list in a queue; another one itself."""
+    kind = type(value)
+    if kind is contextvars.ContextVar:
+        return value.get(None)
+    if kind is memoryview:
+        return value.tobytes()
+    names = (name for one, name in _CONTENTS.items() if issubclass(kind, one))
+    return attributes_of(value).get(next(names, ""), value)
 
 
 def write_attribute(at: Any, key: str, value: Any) -> None:

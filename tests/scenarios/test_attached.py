@@ -224,6 +224,27 @@ for xb, yb in run.steps(run.loader(data, batch_size=4), max_steps=16):
 """
 
 
+DRAWN = """draw = __import__("random").Random(1).random
+def rarely_turned(batch): return -batch if draw() < 0.1 else batch
+steps = {"turn": rarely_turned}
+"""
+
+
+def test_a_generator_behind_its_method_makes_a_repaired_run_inexact(tmp_path):
+    """Its draws matter at step 8 only, so that no drill before it and no first step shows them."""
+    own = tmp_path / "draws.py"
+    rare = COUNTER.replace("global_step = shown = 0\n", f"global_step = shown = 0\n{DRAWN}")
+    rare = rare.replace("min(1.0, (1 + global_step) / 10)", "1.0").replace(
+        "net(xb)", 'net(steps["turn"](xb))'
+    )
+    own.write_text(rare, encoding="utf-8")
+    with run_loop(tmp_path, loop=own, options=("--inject", "kill:rank=1,step=6")) as run:
+        assert run.wait() == 0, run.console
+    summary = run.summary()
+    assert summary["exact"] is False, summary
+    assert any("`draw` (draws.py:" in one for one in summary["inexact_reasons"]), summary
+
+
 @pytest.mark.parametrize(
     "words", [(), ("--inject", "kill:rank=1,step=1", "--inject", "kill:rank=0,step=9")]
 )

@@ -25,7 +25,7 @@ import collections, itertools, random, time, types
 import numpy as np, torch
 from torch import nn
 w = torch.ones(2, requires_grad=True)
-net = lambda x: x * w
+net, _ = lambda x: x * w, lambda: w  # of two in a line the source is not read
 loader = [torch.full((2,), float(n)) for n in range(9)]
 """
 

@@ -16,6 +16,7 @@ import time
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from queue import SimpleQueue
 from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
@@ -32,6 +33,7 @@ from ddp_runner.values.object_graph import (
     Reach,
     Walk,
     attributes_of,
+    content_of,
     own_classes,
     state_in,
 )
@@ -137,8 +139,17 @@ class HeldValues:
         return whole_look(value, skipped=self._is_apart)
 
 
-def whole_look(value: Any, *, skipped: Callable[[Any], bool]) -> Look:
-    """Return a comparison with ``value`` as it is now; of much data, with a part of it."""
+def whole_look(value: Any, *, skipped: Callable[[Any], bool], closely: bool = False) -> Look:
+    """Return a comparison with ``value`` as it is now; of much data, with a part of it.
+
+    ``closely``: a tensor that was written through ``.data`` counts as changed, too.
+    """
+    if isinstance(value, (Iterator, SimpleQueue)):
+        trace = Trace(value)
+        return lambda now: now is value and trace.is_of(now, whole=True)
+    if (content := content_of(value)) is not value:
+        look = whole_look(content, skipped=skipped, closely=closely)
+        return lambda now: type(now) is type(value) and look(content_of(now))
     if issubclass(type(value), np.ndarray) and value.nbytes > _BYTES_MAX:
         return _sampled(value)
     if type(value) in (list, tuple) and _ENTRIES_MAX < len(value) <= _NUMBERS_MAX:
@@ -149,7 +160,7 @@ def whole_look(value: Any, *, skipped: Callable[[Any], bool]) -> Look:
     if kind is not None and _entries(value, most=_ENTRIES_MAX) > _ENTRIES_MAX:
         size = kind.__len__(value)
         return lambda now: now is value and kind.__len__(value) == size
-    return kept_of(value, with_contents=False, skipped=skipped).is_in
+    return kept_of(value, with_contents=False, closely=closely, skipped=skipped).is_in
 
 
 def _sampled(value: np.ndarray[Any, Any], *, count: int = _ENTRIES_MAX) -> Look:

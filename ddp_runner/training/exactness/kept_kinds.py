@@ -27,6 +27,7 @@ from ddp_runner.values.generators import (
 )
 from ddp_runner.values.plain import to_plain
 
+_NUMBERS_SEEN = 1_000  # of a tensor, if it is looked at closely
 _PLAIN_LEAVES = (type(None), bool, int, float, str, bytes)
 GENERATOR, BUFFER, MEMBER = (
     "ddp_runner:generator",
@@ -141,9 +142,13 @@ class Member(Kept):
 
 
 class Seen(Kept):
-    """A tensor of which torch's count of its changes is known, not what it holds."""
+    """A tensor of which torch's count of its changes is known, not what it holds.
 
-    def __init__(self, tensor: Tensor) -> None:
+    ``closely``: some of its numbers are compared too, because torch does not count what is written through ``.data``.
+    """
+
+    def __init__(self, tensor: Tensor, *, closely: bool = False) -> None:
+        self._some = _some_of(tensor) if closely else ""
         self.of: Callable[[], Tensor | None] = weakref.ref(tensor)
         self._version = tensor._version  # noqa: SLF001 - as autograd
         self._at = (tensor.data_ptr(), tensor.shape, tensor.dtype)
@@ -153,7 +158,9 @@ class Seen(Kept):
         original = self.of()
         if value is not original or original is None or original._version != self._version:  # noqa: SLF001
             return False
-        return self._at == (original.data_ptr(), original.shape, original.dtype)
+        if self._at != (original.data_ptr(), original.shape, original.dtype):
+            return False
+        return not self._some or self._some == _some_of(original)
 
     def put_into(self, live: Any, giving: GivingBack | None) -> Any:  # noqa: ARG002 - holds no others
         """See :meth:`Kept.put_into`."""
@@ -164,6 +171,12 @@ class Seen(Kept):
     def plain(self) -> Any:
         """See :meth:`Kept.plain`."""
         raise NotPlainError("a tensor that was not kept")
+
+
+def _some_of(tensor: Tensor) -> str:
+    """Return a hash of at most some thousand of its numbers."""
+    flat = tensor.detach().reshape(-1)
+    return tensor_hash(flat[:: max(1, flat.numel() // _NUMBERS_SEEN)])
 
 
 class TensorCopy(Kept):

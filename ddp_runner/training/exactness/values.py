@@ -278,14 +278,16 @@ def kept_of(
     before: Kept | None = None,
     with_contents: bool = True,
     on_host: bool = False,
+    closely: bool = False,
     skipped: Callable[[Any], bool] = lambda _: False,
 ) -> Kept:
     """``value`` as it is now. ``before``: what was kept of it, whose memory may be used again.
 
-    Without contents a tensor is known by torch's count of its changes, and what is large by a trace. What is
-    ``skipped`` is known as the object that it is.
+    Without contents a tensor is known by torch's count of its changes, ``closely`` also by some of its numbers, and
+    what is large by a trace. What is ``skipped`` is known as the object that it is.
     """
-    keeping = _Keeping(with_contents, on_host, skipped)
+    seen = functools.partial(Seen, closely=closely)
+    keeping = _Keeping(None if with_contents else seen, on_host, skipped)
     try:
         kept = keeping.keep(value, before)
         if not keeping.leaves_objects_unseen:
@@ -332,8 +334,14 @@ class _TooMuchError(Exception):
 class _Keeping:
     """Keeps a value in one pass over it."""
 
-    def __init__(self, with_contents: bool, on_host: bool, skipped: Callable[[Any], bool]) -> None:
-        self._with_contents = with_contents
+    def __init__(
+        self,
+        seen: Callable[[Tensor], Kept] | None,
+        on_host: bool,
+        skipped: Callable[[Any], bool],
+    ) -> None:
+        self._seen = seen  # how a tensor is known without its contents; None: with them
+        self._with_contents = with_contents = seen is None
         self._on_host = on_host
         self._skipped = skipped
         self._open: set[int] = set()  # the containers that are being looked into
@@ -376,8 +384,8 @@ class _Keeping:
     def _tensor(self, value: Tensor, before: Kept | None) -> Kept:
         if value.layout is not torch.strided or value.is_meta:
             return Kept(value)
-        if not self._with_contents:
-            return Seen(value)
+        if self._seen is not None:
+            return self._seen(value)
         return TensorCopy(value, on_host=self._on_host, before=before)
 
     def _array(self, value: Any, before: Kept | None) -> Kept:

@@ -7,10 +7,22 @@ print or a log. Runs nothing, and knows of values only what ``find`` says of a n
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Collection, Iterable, Mapping
+import copy
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-from ddp_runner.training.own_loop.loop_source import called, left_to_defaults, plain
+from ddp_runner.training.own_loop.loop_source import (
+    called,
+    calls_steps,
+    left_to_defaults,
+    place_in,
+    plain,
+    saved_in,
+    taken_from,
+    used_behind,
+)
 from ddp_runner.training.own_loop.static_values import ABOVE
 
 # Methods that put their arguments into their object.
@@ -40,6 +52,7 @@ class Resolved:
     ``is_container``: it holds nothing once ``clear()`` was called. ``is_getter``: the function is that of a property,
     which runs where the name is read. ``receiver``: what the function's first parameter is, where that is not what
     the name is an attribute of. ``of``: the class in which it is written. ``elements``: the keys of a list, tuple or dict of the program's own objects.
+    ``is_used_up``: a call may change it: a module, or a method that draws from a random generator.
     """
 
     is_fixed: bool = False
@@ -52,7 +65,8 @@ class Resolved:
     receiver: str | None = None
     of: str = ""
     module: str = ""
-    elements: tuple[object, ...] = ()
+    elements: tuple[int | str, ...] = ()
+    is_used_up: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -89,16 +103,16 @@ def carried_names(
     ``behind``: functions, by name, that are called without arguments at the end of some iterations. With the ``tree``
     of the loop's file, other names that the loop carries are returned too, as results, if they are used behind it.
     """
-    reading = _Reading(find, is_new)
+    reading, own = _Reading(find, is_new), _Scope()
     written: set[str] = set()
     if isinstance(loop, ast.For):
         reading.take_head(loop, written)
     else:
-        reading.reads(loop.test, written, _OWN)
-    written = reading.body(loop.body, written, _OWN, frozenset())
+        reading.reads(loop.test, written, own)
+    written = reading.body(loop.body, written, own, frozenset())
     for name, resolved in (behind or {}).items():
         if resolved.function is not None:
-            reading.inline(name, resolved, ast.Call(ast.Name(name), [], []), set(written), _OWN)
+            reading.inline(name, resolved, ast.Call(ast.Name(name), [], []), set(written), own)
     found = reading.carried()
     return found if tree is None else reading.results(tree, loop, written) | found
 
@@ -111,18 +125,16 @@ class _Scope:
     own: frozenset[str] = frozenset()
     # What some of them are called here: the first parameter of a method, and one that is left to its default.
     known: Mapping[str, str] = field(default_factory=dict)
+    also: dict[str, str] = field(default_factory=dict)  # names given to what has another name
     module: str = ""  # in which the other names are, if it is not the loop's
     above: str = ""  # what super() is here
 
     def text(self, name: str) -> str:
-        if name in self.known:
-            return self.known[name]
+        if name in self.known or name in self.also:
+            return self.known.get(name) or self.also[name]
         if name in self.own:
             return f"{self.prefix}::{name}"
         return f"{self.module}.{name}" if self.module else name
-
-
-_OWN = _Scope()
 
 
 @dataclass(slots=True)
@@ -171,7 +183,7 @@ class _Reading:
 
         ``written``: what each iteration writes. A name that is saved counts only if an iteration reads it first.
         """
-        behind, saved = _used_behind(tree, loop), _saved(tree)
+        behind, saved = used_behind(tree, loop), saved_in(tree)
         found = {}
         for name in (*self.exposed, *self.writes):
             known, parts = self.exposed.get(name), {*name.split(".")}
@@ -192,20 +204,22 @@ class _Reading:
         if names in (["enumerate"], ["zip"]) and isinstance(loop.target, ast.Tuple):
             assert isinstance(call, ast.Call), "it has a name"
             for place, target in enumerate(loop.target.elts):
-                is_batch = place == 1 if names == ["enumerate"] else _calls_steps(call, place)
+                is_batch = place == 1 if names == ["enumerate"] else calls_steps(call, place)
                 if isinstance(target, ast.Name) and not is_batch:
                     self.exposed[target.id] = Carried(name=target.id, line=loop.lineno, counts=True)
         written |= _names_in(loop.target)
 
     # Expressions.
 
-    def reads(  # noqa: C901, PLR0911 - a row for each kind
+    def reads(  # noqa: C901, PLR0911, PLR0912 - a row for each kind
         self, node: ast.AST | None, written: set[str], scope: _Scope
     ) -> set[str]:
         """The names that ``node`` reads; what it reads before it was written is noted."""
         if node is None:
             return set()
         node = plain(node)
+        if each := self._by_key(node, scope):
+            return self._all([*each, place_in(node)], written, scope)
         if isinstance(node, ast.Name):
             return self._read(scope.text(node.id), node, written)
         if isinstance(node, ast.Attribute):
@@ -229,15 +243,16 @@ class _Reading:
                 for test in one.ifs:
                     found |= self.reads(test, inner, scope)
             parts = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]
-            for part in parts:
-                found |= self.reads(part, inner, scope)
+            scopes = [one for of in node.generators for one in self._each_element(of, scope)]
+            for part, at in itertools.product(parts, [scope, *scopes]):
+                found |= self.reads(part, inner, at)
             return found
         if isinstance(node, ast.Lambda):
             arguments = {one.arg for one in ast.walk(node.args) if isinstance(one, ast.arg)}
             return self.reads(node.body, written | arguments, scope)
         return self._all(ast.iter_child_nodes(node), written, scope)
 
-    def _all(self, nodes: Iterable[ast.AST], written: set[str], scope: _Scope) -> set[str]:
+    def _all(self, nodes: Iterable[ast.AST | None], written: set[str], scope: _Scope) -> set[str]:
         found: set[str] = set()
         for node in nodes:
             found |= self.reads(node, written, scope)
@@ -268,7 +283,7 @@ class _Reading:
         return True
 
     def _attribute(self, node: ast.Attribute, written: set[str], scope: _Scope) -> set[str]:
-        name = _dotted(node, scope)
+        name = self._dotted(node, scope)
         if name is None:
             return self.reads(node.value, written, scope)
         owner = name.rpartition(".")[0]
@@ -290,8 +305,9 @@ class _Reading:
         for one in node.args[:1] if called(node) in _CALL_SPECIAL else ():
             found |= self._special(one, f"__{called(node)}__", written, scope)
         for one in values:
-            found |= self._function_at(_dotted(one, scope), written, scope)
-        return found
+            found |= self._function_at(self._dotted(one, scope), written, scope)
+        partial = self._dotted(node.func, scope)
+        return found | self._function_at(f"{partial}.func" if partial else None, written, scope)
 
     def _function_at(self, name: str | None, written: set[str], scope: _Scope) -> set[str]:
         """Read the function of the program's with this name, if it is one; what its result comes from."""
@@ -302,11 +318,11 @@ class _Reading:
 
     def _special(self, node: ast.AST, method: str, written: set[str], scope: _Scope) -> set[str]:
         """Read the method that Python's own syntax calls, of an object of the program's; what its result comes from."""
-        name = _dotted(node, scope)
+        name = self._dotted(node, scope)
         return self._function_at(f"{name}.{method}" if name else None, written, scope)
 
     def _is_new_place(self, node: ast.Subscript, written: set[str], scope: _Scope) -> bool:
-        owner, place = _dotted(node.value, scope), node.slice
+        owner, place = self._dotted(node.value, scope), node.slice
         return isinstance(place, ast.Constant) and self._is_new(owner, place.value, written)
 
     # INVARIANT hooks-write-first: what a loop reads of a forward hook is of the same step. Broken if: a place
@@ -322,7 +338,7 @@ class _Reading:
     def _call(self, node: ast.Call, written: set[str], scope: _Scope) -> set[str]:
         values = [*node.args, *(one.value for one in node.keywords)]
         found = self._all(values, written, scope)
-        name, resolved = self._called_function(_dotted(node.func, scope))
+        name, resolved = self._called_function(self._dotted(node.func, scope))
         if name and resolved.is_module:
             written.add(f"{name}{_CALLED}")
         if name and resolved.function is not None:
@@ -332,8 +348,10 @@ class _Reading:
         if name and resolved.function is not None and self.inlined_count < _INLINED_MAX:
             return found | self.inline(name, resolved, node, written, scope)
         found |= self._within_call(node, values, written, scope)
+        if name and resolved.is_used_up:
+            found |= self._read(name, node, written)
         if isinstance(node.func, ast.Attribute):
-            owner = _dotted(node.func.value, scope)
+            owner = self._dotted(node.func.value, scope)
             if owner and node.func.attr == "clear" and self.find(owner).is_container:
                 self._write(owner, node, set(), written)
             of = self.reads(node.func.value, written, scope)
@@ -390,9 +408,9 @@ class _Reading:
             known[parameters[0]] = owner
         own = frozenset((every | stored) - shared)
         above = f"{owner}.{ABOVE}{resolved.of}" if is_method and "." not in resolved.of else ""
+        known |= self._passed(node, parameters[is_method:], stored, scope)
         inner = _Scope(prefix=prefix, own=own, known=known, module=module, above=above)
-        given = [*node.args]
-        for parameter, value in zip(parameters[is_method:], given, strict=False):
+        for parameter, value in zip(parameters[is_method:], node.args, strict=False):
             self._flow(self.reads(value, written, scope), inner.text(parameter))
         rest = [one.arg for one in (function.args.kwarg,) if one is not None]
         for keyword in node.keywords:
@@ -409,6 +427,17 @@ class _Reading:
         self.file = around
         self.inlined.pop()
         return {result}
+
+    def _passed(
+        self, node: ast.Call, parameters: list[str], stored: set[str], scope: _Scope
+    ) -> dict[str, str]:
+        """Return the parameters that stay what ``node`` passes by a name, and that name: both are one object."""
+        if any(isinstance(one, ast.Starred) for one in node.args):
+            return {}
+        pairs = [*zip(parameters, node.args, strict=False)]
+        pairs += [(one.arg, one.value) for one in node.keywords if one.arg]
+        named = ((one, self._dotted(value, scope)) for one, value in pairs if one not in stored)
+        return {one: name for one, name in named if name}
 
     def _receiver(self, name: str, resolved: Resolved) -> str:
         """Return what a function's first parameter is called here; nothing where it is no method, or a kept object's."""
@@ -489,15 +518,22 @@ class _Reading:
     ) -> None:
         found = self.reads(node.iter, written, scope)
         found |= self._special(node.iter, "__iter__", written, scope)
-        of, name = _dotted(node.iter, scope), getattr(node.target, "id", "")
-        for key in self.find(of).elements if of and name else ():
-            known = {**scope.known, name: f"{of}.{key}"}
-            self.body(node.body, set(written), replace(scope, known=known), under | found)
+        for inner in self._each_element(node, scope):
+            self.body(node.body, set(written), inner, under | found)
         inside = set(written)
         self._assign(node.target, found | under, inside, scope)
         self._name_kept(node.target, node.iter, scope)
         self.body(node.body, inside, scope, under | found)
         self.body(node.orelse, set(written), scope, under)
+
+    def _each_element(
+        self, of: ast.For | ast.AsyncFor | ast.comprehension, scope: _Scope
+    ) -> Iterator[_Scope]:
+        """Yield a scope for each object of the program's that the target may name."""
+        for name, value in taken_from(of.target, of.iter):
+            owner = self._dotted(value, scope)
+            for key in self.find(owner).elements if owner else ():
+                yield replace(scope, known={**scope.known, name: f"{owner}.{key}"})
 
     def _assignment(
         self,
@@ -513,23 +549,29 @@ class _Reading:
                 self.sinks |= found  # a tensor is changed in its place
             self._assign(node.target, found, written, scope)
             return
+        same = self._dotted(node.value, scope) if node.value else None
         for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
             self._assign(target, found, written, scope)
             self._name_kept(target, node.value, scope)
+            if same and isinstance(target, ast.Name):
+                scope.also[target.id] = same
 
     def _expression(
         self, node: ast.Expr, written: set[str], scope: _Scope, under: frozenset[str]
     ) -> None:
         call = node.value
+        each = [ast.Expr(one) for one in self._by_key(call, scope)]
+        for one in each:
+            self._expression(one, written, scope, under)
+        if each:
+            return
         found = self.reads(call, written, scope)
         if not isinstance(call, ast.Call):
             if not isinstance(call, ast.Constant):
                 self.sinks |= found | under
             return
-        name = (
-            call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
-        )
-        dotted = _dotted(call.func, scope)
+        name = called(call)
+        dotted = self._dotted(call.func, scope)
         if dotted and self.find(dotted).function is not None:
             # Of its own body each statement has been read, and its arguments go where that says, or are sinks.
             if under and self._has_effect(self.find(dotted).function):
@@ -538,7 +580,9 @@ class _Reading:
         calls = {called(one) for one in ast.walk(call) if isinstance(one, ast.Call)}
         if name in _NEUTRAL and not calls & _CONSUMES:
             return
-        owner = _dotted(call.func.value, scope) if isinstance(call.func, ast.Attribute) else None
+        owner = (
+            self._dotted(call.func.value, scope) if isinstance(call.func, ast.Attribute) else None
+        )
         if name in _MUTATORS and owner and not self.find(owner).is_fixed:
             self._flow(under, owner)
             return
@@ -555,13 +599,15 @@ class _Reading:
     def _assign(
         self, target: ast.AST, found: set[str] | frozenset[str], written: set[str], scope: _Scope
     ) -> None:
-        if isinstance(target, (ast.Tuple, ast.List)):
-            for one in target.elts:
-                self._assign(one, found, written, scope)
-        elif isinstance(target, ast.Starred):
-            self._assign(target.value, found, written, scope)
-        elif isinstance(target := plain(target), ast.Subscript):
-            owner = _dotted(target.value, scope)
+        parts = self._by_key(target, scope)
+        if isinstance(target, (ast.Tuple, ast.List, ast.Starred)):
+            parts = [target.value] if isinstance(target, ast.Starred) else [*target.elts]
+        for one in parts:
+            self._assign(one, found, written, scope)
+        if parts:
+            return
+        if isinstance(target := plain(target), ast.Subscript):
+            owner = self._dotted(target.value, scope)
             index = self.reads(target.slice, written, scope)
             self.reads(target.value, written, scope)
             if self._is_of_kept(target.value, scope):
@@ -571,7 +617,9 @@ class _Reading:
         else:
             if isinstance(target, ast.Attribute) and self._is_of_kept(target.value, scope):
                 self.sinks |= found
-            name = _dotted(target, scope)
+            if isinstance(target, ast.Name):
+                scope.also.pop(target.id, None)
+            name = self._dotted(target, scope)
             if name is not None:
                 self._write(name, target, set(found), written)
 
@@ -583,7 +631,7 @@ class _Reading:
     def _is_of_kept(self, node: ast.AST, scope: _Scope) -> bool:
         """Return True for a kept object, and for what is reached from one by attributes, places and iteration."""
         while not isinstance(node, ast.Name):
-            dotted = _dotted(node, scope)
+            dotted = self._dotted(node, scope)
             if dotted and self.find(dotted).is_kept:
                 return True
             if isinstance(node, (ast.Attribute, ast.Subscript)):
@@ -598,6 +646,33 @@ class _Reading:
                 return False
         name = scope.text(node.id)
         return name in self.of_kept or self.find(name).is_kept
+
+    def _dotted(self, node: ast.AST, scope: _Scope) -> str | None:
+        """``a.b.c`` of such an expression, also of ``a["b"].c`` for objects of the program's; None of another one."""
+        node = plain(node)
+        if isinstance(node, ast.Name):
+            return scope.text(node.id)
+        if isinstance(node, ast.Attribute):
+            owner = self._dotted(node.value, scope)
+            return f"{owner}.{node.attr}" if owner else None
+        if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+            owner, key = self._dotted(node.value, scope), node.slice.value
+            is_one = bool(owner) and key in self.find(owner or "").elements
+            return f"{owner}.{key!s}" if is_one else None
+        is_above = isinstance(node, ast.Call) and called(node) == "super" and not node.args
+        return scope.above or None if is_above else None
+
+    def _by_key(self, node: ast.AST, scope: _Scope) -> list[Any]:
+        """Return ``node`` for each object that ``a[key]`` in it may be, if only the run knows the key."""
+        place = place_in(node)
+        if place is None or isinstance(place.slice, ast.Constant):
+            return []
+        owner = self._dotted(place.value, scope)
+        each = [(key, copy.deepcopy(node)) for key in (self.find(owner).elements if owner else ())]
+        for key, one in each:
+            if (at := place_in(one)) is not None:
+                at.slice = ast.copy_location(ast.Constant(key), place)
+        return [one for _, one in each]
 
     def _write(self, name: str, node: ast.AST, found: set[str], written: set[str]) -> None:
         self.writes[name] = (getattr(node, "lineno", 0), self.file)
@@ -619,67 +694,5 @@ def _heads(name: str) -> set[str]:
     return {".".join(parts[:count]) for count in range(1, len(parts) + 1)}
 
 
-def _dotted(node: ast.AST, scope: _Scope) -> str | None:
-    """``a.b.c`` of such an expression; None of another one."""
-    names, node = [], plain(node)
-    while isinstance(node, ast.Attribute):
-        names.append(node.attr)
-        node = plain(node.value)
-    if scope.above and isinstance(node, ast.Call) and called(node) == "super" and not node.args:
-        return ".".join([scope.above, *reversed(names)])
-    if not isinstance(node, ast.Name):
-        return None
-    return ".".join([scope.text(node.id), *reversed(names)])
-
-
 def _names_in(target: ast.AST) -> set[str]:
     return {one.id for one in ast.walk(target) if isinstance(one, ast.Name)}
-
-
-def _calls_steps(call: ast.Call, place: int) -> bool:
-    if place >= len(call.args):
-        return False
-    return any(
-        isinstance(one, ast.Attribute) and one.attr == "steps" for one in ast.walk(call.args[place])
-    )
-
-
-def _used_behind(tree: ast.AST, loop: ast.For | ast.While) -> set[str]:
-    """Return the names that the loop's function reads behind it, and attributes that the program reads elsewhere."""
-    first, last = loop.lineno, loop.end_lineno or loop.lineno
-    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
-    around: list[ast.AST] = [
-        one
-        for one in ast.walk(tree)
-        if isinstance(one, kinds) and one.lineno < first and last <= (one.end_lineno or 0)
-    ]
-    loads, stores = _Lines(), _Lines()
-    pending: list[ast.AST] = [*ast.iter_child_nodes((around or [tree])[-1])]
-    while pending:
-        one = pending.pop()
-        if isinstance(one, ast.Name) and one.lineno > last:
-            (loads if isinstance(one.ctx, ast.Load) else stores).note(one.id, one.lineno)
-        if not isinstance(one, kinds):
-            pending += ast.iter_child_nodes(one)
-    attributes = {
-        one.attr
-        for one in ast.walk(tree)
-        if isinstance(one, ast.Attribute) and isinstance(one.ctx, ast.Load)
-        if not first <= one.lineno <= last
-    }
-    return attributes | {name for name in loads if loads[name] <= stores.get(name, loads[name])}
-
-
-class _Lines(dict[str, int]):
-    """The first line of each name."""
-
-    def note(self, name: str, line: int) -> None:
-        self[name] = min(line, self.get(name, line))
-
-
-def _saved(tree: ast.AST) -> set[str]:
-    """Return the names and attributes in calls that save something."""
-    calls = [one for one in ast.walk(tree) if isinstance(one, ast.Call)]
-    inside = [one for call in calls if called(call).startswith("save") for one in ast.walk(call)]
-    names = {one.id for one in inside if isinstance(one, ast.Name)}
-    return names | {one.attr for one in inside if isinstance(one, ast.Attribute)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import linecache
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from types import FrameType
 
 from ddp_runner.system.code_files import is_users_file
@@ -190,3 +190,77 @@ def plain(node: ast.AST) -> ast.AST:
 def called(node: ast.Call) -> str:
     """Return the last part of the name that is called, as ``step`` of ``optimizer.step()``."""
     return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+
+
+def taken_from(target: ast.AST, taken: ast.AST) -> Iterator[tuple[str, ast.AST]]:
+    """Yield each name that ``for target in taken`` gives, and the list, tuple or dict whose values it gets."""
+    kind = ""
+    values: list[ast.AST] = [taken]
+    if isinstance(taken, ast.Call):
+        kind, values = called(taken), [*taken.args]
+        if kind in {"items", "values"} and isinstance(taken.func, ast.Attribute):
+            values = [taken.func.value]
+    targets = target.elts if isinstance(target, ast.Tuple) else [target]
+    targets = targets[1:] if kind in {"enumerate", "items"} else targets
+    if kind in {"", "enumerate", "items", "reversed", "values", "zip"}:
+        for one, value in zip(targets, values, strict=False):
+            if isinstance(one, ast.Name):
+                yield one.id, value
+
+
+def place_in(node: ast.AST) -> ast.Subscript | None:
+    """Return ``a[key]`` of ``a[key].b.c()``."""
+    at = node
+    while isinstance(at, (ast.Attribute, ast.Call)):
+        at = at.func if isinstance(at, ast.Call) else at.value
+    return at if at is not node and isinstance(at, ast.Subscript) else None
+
+
+def used_behind(tree: ast.AST, loop: ast.For | ast.While) -> set[str]:
+    """Return the names that the loop's function reads behind it, and attributes that the program reads elsewhere."""
+    first, last = loop.lineno, loop.end_lineno or loop.lineno
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    around: list[ast.AST] = [
+        one
+        for one in ast.walk(tree)
+        if isinstance(one, kinds) and one.lineno < first and last <= (one.end_lineno or 0)
+    ]
+    loads, stores = _Lines(), _Lines()
+    pending: list[ast.AST] = [*ast.iter_child_nodes((around or [tree])[-1])]
+    while pending:
+        one = pending.pop()
+        if isinstance(one, ast.Name) and one.lineno > last:
+            (loads if isinstance(one.ctx, ast.Load) else stores).note(one.id, one.lineno)
+        if not isinstance(one, kinds):
+            pending += ast.iter_child_nodes(one)
+    attributes = {
+        one.attr
+        for one in ast.walk(tree)
+        if isinstance(one, ast.Attribute) and isinstance(one.ctx, ast.Load)
+        if not first <= one.lineno <= last
+    }
+    return attributes | {name for name in loads if loads[name] <= stores.get(name, loads[name])}
+
+
+class _Lines(dict[str, int]):
+    """The first line of each name."""
+
+    def note(self, name: str, line: int) -> None:
+        self[name] = min(line, self.get(name, line))
+
+
+def saved_in(tree: ast.AST) -> set[str]:
+    """Return the names and attributes in calls that save something."""
+    calls = [one for one in ast.walk(tree) if isinstance(one, ast.Call)]
+    inside = [one for call in calls if called(call).startswith("save") for one in ast.walk(call)]
+    names = {one.id for one in inside if isinstance(one, ast.Name)}
+    return names | {one.attr for one in inside if isinstance(one, ast.Attribute)}
+
+
+def calls_steps(call: ast.Call, place: int) -> bool:
+    """Return True if the argument at this place asks the run for its steps."""
+    if place >= len(call.args):
+        return False
+    return any(
+        isinstance(one, ast.Attribute) and one.attr == "steps" for one in ast.walk(call.args[place])
+    )

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
+from types import BuiltinMethodType, CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,7 @@ from ddp_runner.training.own_loop.static_values import (
     own_objects,
     within_wrappers,
 )
+from ddp_runner.values.generators import generator_kind, is_global
 from ddp_runner.values.object_graph import CONTAINERS, LEAVES, Walk, attributes_of, is_opaque
 
 _LOOKS_IN_A_ROW = 4  # then at every power of two: what changes now and then shows too
@@ -133,10 +134,9 @@ class LoopVariables:
                 self._looks[name] = _same(value)
                 continue
             before = self._looks.get(name)
-            is_read_on = one.is_whole and isinstance(value, Iterator)
             is_whole = one.is_whole and not is_fixed
             self._looks[name] = self._look_of(value, is_whole=is_whole)
-            if one.counts or is_read_on or (before is not None and not before(value)):
+            if one.counts or (before is not None and not before(value)):
                 found.append(one)
                 del self._candidates[name], self._looks[name]
         names_found = {one.name for one in found}
@@ -182,10 +182,18 @@ class LoopVariables:
             function = within_wrappers(function)
             if isinstance(function, FunctionType):
                 of = function.__qualname__.rpartition(".")[0]
-                return replace(self._function(function, path), receiver=receiver, of=of)
+                found = replace(self._function(function, path), receiver=receiver, of=of)
+                is_fixed = found.function is not None or self._is_fixed(value)
+                return replace(found, is_fixed=is_fixed, is_used_up=not is_fixed)
             is_container, elements = type(value) in CONTAINERS, own_objects(value)
             is_fixed = self._is_fixed(value)
-            return Resolved(is_fixed=is_fixed, is_container=is_container, elements=elements)
+            kinds = (MethodType, BuiltinMethodType, nn.Module)
+            return Resolved(
+                is_fixed=is_fixed,
+                is_container=is_container,
+                elements=elements,
+                is_used_up=isinstance(value, kinds) and not is_fixed,
+            )
 
         hooks = _HookWrites(self._modules, self._source_of)
 
@@ -203,15 +211,14 @@ class LoopVariables:
 
     def _function(self, function: FunctionType, path: str) -> Resolved:
         """Return what the reading of the loop in ``path`` needs to know about a function."""
-        file, is_lambda = function.__code__.co_filename, function.__name__ == _LAMBDA
+        file = function.__code__.co_filename
         if file != path:
             is_foreign = is_users_file(file)
             module = function.__module__ if is_foreign else ""
-            found = self._source_of(function) if is_foreign and not is_lambda else None
+            found = self._source_of(function) if is_foreign else None
             return Resolved(is_fixed=True, function=found, is_foreign=is_foreign, module=module)
         self._note_closure(function)
-        found = None if is_lambda else self._source_of(function)
-        return Resolved(is_fixed=True, function=found)
+        return Resolved(is_fixed=True, function=self._source_of(function))
 
     def _source_of(self, function: FunctionType) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
         code: CodeType = function.__code__
@@ -235,17 +242,17 @@ class LoopVariables:
             return _same(value)
         if isinstance(value, nn.Module):
             return self._modules_look(value)
-        return whole_look(value, skipped=self._is_kept)
+        return whole_look(value, skipped=self._is_kept, closely=True)
 
     def _modules_look(self, module: nn.Module) -> Look:
-        """Return a comparison by torch's change counters; kept tensors, as in a compiled module, do not count."""
+        """Return a comparison of its tensors; kept ones, as in a compiled module, do not count."""
 
-        def counts() -> list[int]:
-            tensors = (*module.parameters(), *module.buffers())
-            return [one._version for one in tensors if not self._is_kept(one)]  # noqa: SLF001 - as autograd
+        def tensors() -> list[torch.Tensor]:
+            found = (*module.parameters(), *module.buffers())
+            return [one for one in found if not self._is_kept(one)]
 
-        before = counts()
-        return lambda now: now is module and counts() == before
+        look = whole_look(tensors(), skipped=self._is_kept, closely=True)
+        return lambda now: now is module and look(tensors())
 
     def _holds_weights(self, value: Any) -> bool:
         """Return True if ``value`` has a tensor or an array for each parameter of a kept module, by their shapes."""
@@ -266,9 +273,11 @@ class LoopVariables:
         return [(path, one) for one in inner if not self._is_kept(one)]
 
     def _is_fixed(self, value: Any) -> bool:
-        """Return True if ``value`` is no variable."""
-        kinds = (ModuleType, type, FunctionType, MethodType, DataLoader, Dataset)
-        return isinstance(value, kinds) or inspect.isbuiltin(value) or self._is_kept(value)
+        """Return True if ``value`` is no variable. A method is one if it draws from a random generator."""
+        if isinstance(value, (MethodType, BuiltinMethodType)):
+            return is_global(value.__self__) or not generator_kind(value.__self__)
+        kinds = (ModuleType, type, FunctionType, DataLoader, Dataset)
+        return isinstance(value, kinds) or self._is_kept(value)
 
 
 class _HookWrites:

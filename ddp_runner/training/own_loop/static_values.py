@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from types import FunctionType, MethodType
 from typing import Any
@@ -38,6 +39,10 @@ def _parts_of(value: Any) -> dict[str, Any]:
         return {**value._parameters, **value._buffers, **value._modules}  # noqa: SLF001 - without a call
     if isinstance(value, (FunctionType, MethodType)):
         return _defaults(value)
+    if (
+        isinstance(value, dict) and type(value) is not dict
+    ):  # which may give its entries as attributes
+        return {key: one for key, one in dict.items(value) if isinstance(key, str)}
     return {str(key): value[key] for key in own_objects(value)}
 
 
@@ -53,18 +58,22 @@ def _of_class(value: Any, name: str) -> Any:
     return NOTHING if isinstance(found, property) else found
 
 
-def own_objects(value: Any) -> tuple[Any, ...]:
-    """Return the keys of a list, tuple or dict whose values are objects of the program's own classes."""
+def own_objects(value: Any) -> tuple[int | str, ...]:
+    """Return the keys of a list, tuple or dict whose values are modules, or the program's own objects and functions."""
     if type(value) not in (dict, list, tuple) or not 0 < len(value) <= _ELEMENTS_MAX:
         return ()
     keys = tuple(value) if type(value) is dict else tuple(range(len(value)))
-    is_own = all(_is_own_class(type(value[key])) for key in keys)
-    return keys if is_own and all(type(key) in (int, str) for key in keys) else ()
+    return tuple(key for key in keys if type(key) in (int, str) and _is_own(value[key]))
 
 
-def _is_own_class(kind: type) -> bool:
-    functions = (one for one in vars(kind).values() if isinstance(one, FunctionType))
-    return any(is_users_file(one.__code__.co_filename) for one in functions)
+def _is_own(value: Any) -> bool:
+    if isinstance(value, functools.partial):
+        value = value.func
+    is_function = isinstance(value, (FunctionType, MethodType))
+    kinds = (value,) if is_function else vars(type(value)).values()
+    functions = (one for one in kinds if isinstance(one, (FunctionType, MethodType)))
+    is_module = isinstance(value, nn.Module)
+    return is_module or any(is_users_file(one.__code__.co_filename) for one in functions)
 
 
 def _defaults(function: FunctionType | MethodType) -> dict[str, Any]:

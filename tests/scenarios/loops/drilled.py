@@ -1,6 +1,7 @@
 """A loop for drills: what rank 0 does alone, what rank 1 computes otherwise, and what no state holds, by its flags."""
 
 import argparse
+import functools
 import itertools
 import os
 import time
@@ -40,7 +41,7 @@ torch.steps = itertools.count(1)
 # None of these is found by who reads the program.
 RATES = {
     "environment": count_in_environment,
-    "iterator": lambda: next(torch.steps),
+    "iterator": functools.partial(next, torch.steps),
     "kept": Count(),
 }
 
