@@ -27,11 +27,14 @@ from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from ddp_runner.kernel.rules.classify import lacks_memory
 from ddp_runner.system.code_files import is_users_file
 
+_EXTRA = "extra state"
+_UNREADABLE = object()
 CONTAINERS = (list, tuple, dict, set, frozenset, collections.deque)
 # Types of values that hold no others.
 LEAVES = frozenset({type(None), bool, int, float, complex, str, bytes})
@@ -225,6 +228,82 @@ def own_classes(at: Any) -> tuple[type, ...]:
 @_once_a_kind
 def _own_bases(kind: type) -> tuple[type, ...]:
     return tuple(filter(_is_users, kind.__mro__))
+
+
+class Owner:
+    """An object whose attributes are read, compared and written by their names.
+
+    ``is_models``: of a module, its parameters and saved buffers are the model's own state, and none of these.
+    """
+
+    def __init__(self, path: str, of: Any, *, is_models: bool) -> None:
+        self.path = path
+        self.of = of
+        self.is_models = is_models
+        self.has_extra = isinstance(of, nn.Module) and (
+            type(of).get_extra_state is not nn.Module.get_extra_state
+        )
+        self._recomputed = _recomputed_names(of)
+
+    def entries(self) -> Iterator[tuple[str, Any]]:
+        """Attribute -> value, as they are now; of a parameter, without those of torch and other libraries."""
+        is_tensor = isinstance(self.of, Tensor)
+        for key, value in attributes_of(self.of).items():
+            if key not in self._recomputed and not (is_tensor and key.startswith("_")):
+                yield key, value
+        if isinstance(self.of, nn.Module):
+            unsaved = self.of._non_persistent_buffers_set  # noqa: SLF001 - there is no other way
+            for key, buffer in self.of._buffers.items():  # noqa: SLF001
+                if key in unsaved or not self.is_models:
+                    yield key, buffer
+            if not self.is_models:
+                yield from self.of._parameters.items()  # noqa: SLF001
+        if self.has_extra:
+            yield _EXTRA, self._extra()
+
+    def _extra(self) -> Any:
+        try:
+            return self.of.get_extra_state()
+        except Exception as error:
+            if lacks_memory(error):
+                raise
+            return _UNREADABLE
+
+    def read(self, key: str) -> Any:
+        """Return an attribute as it is now; None where there is none."""
+        if key == _EXTRA and self.has_extra:
+            return self._extra()
+        if isinstance(self.of, nn.Module):
+            return getattr(self.of, key, None)
+        return attributes_of(self.of).get(key)
+
+    def write(self, key: str, value: Any) -> None:
+        """Set it. What the user's class raises passes."""
+        if key == _EXTRA and self.has_extra:
+            self.of.set_extra_state(value)
+        elif self.read(key) is not value or not self.has(key):
+            write_attribute(self.of, key, value)
+
+    def remove(self, key: str) -> None:
+        """Delete it, if it is there."""
+        if key in attributes_of(self.of):
+            remove_attribute(self.of, key)
+
+    def has(self, key: str) -> bool:
+        """Whether it has an attribute of this name."""
+        if key == _EXTRA and self.has_extra:
+            return True
+        is_module = isinstance(self.of, nn.Module)
+        return hasattr(self.of, key) if is_module else key in attributes_of(self.of)
+
+
+def _recomputed_names(of: Any) -> frozenset[str]:
+    """What hooks compute before each forward, from parameters: spectral and weight norm of old."""
+    if not isinstance(of, nn.Module):
+        return frozenset()
+    hooks = of._forward_pre_hooks.values()  # noqa: SLF001
+    names = [getattr(hook, "name", None) for hook in hooks]
+    return frozenset(name for name in names if isinstance(name, str))
 
 
 def is_opaque(value: Any) -> bool:

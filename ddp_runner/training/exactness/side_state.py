@@ -32,12 +32,11 @@ from ddp_runner.training.exactness.values import (
 )
 from ddp_runner.values.object_graph import (
     Closed,
+    Owner,
     Reach,
     Walk,
     attributes_of,
-    remove_attribute,
     state_in,
-    write_attribute,
 )
 
 LOOK_SHARE = 0.002  # of a step's time, for looking at what has not changed so far
@@ -45,70 +44,7 @@ COPY_SHARE = 0.02  # the same of copies for a way back
 LOOKS_AT_FIRST = 3  # after every step, whatever a look takes
 OWNERS_MAX = 1_200  # besides the model's modules
 DEPTH_MAX = 20  # of objects in objects
-_EXTRA = "extra state"
-_UNREADABLE = object()
 _NO_STEPS = -1
-
-
-class _Owner:
-    """An object whose attributes are looked at."""
-
-    def __init__(self, path: str, of: Any, *, is_models: bool) -> None:
-        self.path = path
-        self.of = of
-        self.is_models = is_models  # its parameters and saved buffers are the model's own state
-        self.has_extra = isinstance(of, nn.Module) and (
-            type(of).get_extra_state is not nn.Module.get_extra_state
-        )
-        self._recomputed = _recomputed_names(of)
-
-    def entries(self) -> Iterator[tuple[str, Any]]:
-        """Attribute -> value, as they are now; of a parameter, without those of torch and other libraries."""
-        is_tensor = isinstance(self.of, Tensor)
-        for key, value in attributes_of(self.of).items():
-            if key not in self._recomputed and not (is_tensor and key.startswith("_")):
-                yield key, value
-        if isinstance(self.of, nn.Module):
-            unsaved = self.of._non_persistent_buffers_set  # noqa: SLF001 - there is no other way
-            for key, buffer in self.of._buffers.items():  # noqa: SLF001
-                if key in unsaved or not self.is_models:
-                    yield key, buffer
-            if not self.is_models:
-                yield from self.of._parameters.items()  # noqa: SLF001
-        if self.has_extra:
-            yield _EXTRA, self._extra()
-
-    def _extra(self) -> Any:
-        try:
-            return self.of.get_extra_state()
-        except Exception as error:
-            if lacks_memory(error):
-                raise
-            return _UNREADABLE
-
-    def read(self, key: str) -> Any:
-        if key == _EXTRA and self.has_extra:
-            return self._extra()
-        if isinstance(self.of, nn.Module):
-            return getattr(self.of, key, None)
-        return attributes_of(self.of).get(key)
-
-    def write(self, key: str, value: Any) -> None:
-        if key == _EXTRA and self.has_extra:
-            self.of.set_extra_state(value)
-        elif self.read(key) is not value or not self.has(key):
-            write_attribute(self.of, key, value)
-
-    def remove(self, key: str) -> None:
-        if key in attributes_of(self.of):
-            remove_attribute(self.of, key)
-
-    def has(self, key: str) -> bool:
-        """Whether it has an attribute of this name."""
-        if key == _EXTRA and self.has_extra:
-            return True
-        is_module = isinstance(self.of, nn.Module)
-        return hasattr(self.of, key) if is_module else key in attributes_of(self.of)
 
 
 class SideState:
@@ -235,7 +171,7 @@ class SideState:
         # Functions and parameters that kept nothing may do so now.
         idle = {**self._functions, **self._noted_parameters()}
         bare = [
-            _Owner(path, at, is_models=False)
+            Owner(path, at, is_models=False)
             for path, at in idle.items()
             if path not in self._owners
         ]
@@ -522,12 +458,12 @@ class SideState:
         value = self._read(name)
         return _ABSENT if value is _NOTHING else self._kept(value)
 
-    def _place(self, name: str) -> tuple[_Owner | None, str]:
+    def _place(self, name: str) -> tuple[Owner | None, str]:
         path, _, key = name.rpartition(".")
         if path in self._owners:
             return self._owners[path], key
         idle = self._functions.get(path, self._parameters.get(path))
-        return (None if idle is None else _Owner(path, idle, is_models=False)), key
+        return (None if idle is None else Owner(path, idle, is_models=False)), key
 
     def _kept(self, value: Any, **options: Any) -> Kept:
         return kept_of(value, skipped=self._is_skipped, **options)
@@ -547,7 +483,7 @@ class SideState:
             for key, value in owner.entries():
                 yield f"{owner.path}.{key}", value
 
-    def _walk(self) -> dict[str, _Owner]:
+    def _walk(self) -> dict[str, Owner]:
         """Every object that is looked at, by its path."""
         owners, modules = self._owners_of_model()
         roots = [(self._root_name, self._task)] if self._task is not None else []
@@ -571,7 +507,7 @@ class SideState:
                 self._left_name = self._left_name or path
             elif reach is Reach.ENTERED:
                 name = _free(path, owners)
-                owners[name] = _Owner(name, at, is_models=False)
+                owners[name] = Owner(name, at, is_models=False)
             elif type(at) is FunctionType:
                 functions[path] = at
         if left:
@@ -582,14 +518,14 @@ class SideState:
         closed |= self._beside()
         self._closed, self._functions = closed, functions
         for path, parameter in self._noted_parameters().items():
-            owners.setdefault(path, _Owner(path, parameter, is_models=False))
+            owners.setdefault(path, Owner(path, parameter, is_models=False))
         self._owned = frozenset(id(one.of) for one in owners.values())
         return owners
 
-    def _owners_of_model(self) -> tuple[dict[str, _Owner], set[int]]:
+    def _owners_of_model(self) -> tuple[dict[str, Owner], set[int]]:
         """Return the model's modules, by path, and their ids; note what is the model's own state."""
         own: set[int] = {id(one) for one in self._model.parameters()}
-        owners: dict[str, _Owner] = {}
+        owners: dict[str, Owner] = {}
         modules: set[int] = set()
         bare_of = bare_names(self._model)
         for path, module in self._model.named_modules():
@@ -598,7 +534,7 @@ class SideState:
             own.update(id(buffer) for buffer in saved.values() if buffer is not None)
             bare = bare_of(path)
             name = f"model.{bare}" if bare else "model"
-            owners.setdefault(name, _Owner(name, module, is_models=True))
+            owners.setdefault(name, Owner(name, module, is_models=True))
             modules.add(id(module))
         self._own = frozenset(own)
         named = self._model.named_parameters()
@@ -625,7 +561,7 @@ def _keeps_nothing(at: Any) -> bool:
     return type(at) is FunctionType and not attributes_of(at)
 
 
-def _free(path: str, owners: Mapping[str, _Owner]) -> str:
+def _free(path: str, owners: Mapping[str, Owner]) -> str:
     """``path``, or, where two objects have the same name, another one."""
     number = 1
     name = path
@@ -655,12 +591,3 @@ def _plain_or_why(kept: Kept) -> list[Any] | str:
         return [wired(kept)]
     except NotPlainError as error:
         return str(error)
-
-
-def _recomputed_names(of: Any) -> frozenset[str]:
-    """What hooks compute before each forward, from parameters: spectral and weight norm of old."""
-    if not isinstance(of, nn.Module):
-        return frozenset()
-    hooks = of._forward_pre_hooks.values()  # noqa: SLF001
-    names = [getattr(hook, "name", None) for hook in hooks]
-    return frozenset(name for name in names if isinstance(name, str))
