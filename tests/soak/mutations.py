@@ -396,6 +396,7 @@ MUTATIONS = (
         "self._is_drilled_next()",
         "next(iter(self._state.replicated().values())).data.neg_()",
     ),
+    _break("kept-where-it-is", "self._look_into(changed)", "pass"),
     _break(
         "put-back-whole",
         "self._lost.append(name)",

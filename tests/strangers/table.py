@@ -174,7 +174,9 @@ TABLE = {
         ),
         *_of("counting", "Holders"),
         # Teachers.
-        *_of("teachers", "MeanTeacher", "QLearning", "FrozenTeacher", "TeacherInTask"),
+        *_of(
+            "teachers", "MeanTeacher", "QLearning", "FrozenTeacher", "TeacherInTask", "CopiedTarget"
+        ),
         *_of("teachers", "HiddenTeacher", allowed=KNOWN_OR_REPORTED, words=("_teacher",)),
         *_of("teachers", "Averaged", allowed=KNOWN_OR_REPORTED, words=("average",)),
         # Layers.

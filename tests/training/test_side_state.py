@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import random
@@ -234,6 +235,110 @@ def test_what_hangs_on_a_parameter_is_state_too():
         assert torch.equal(one.layer.weight.old, torch.full((3, 3), 2.0))
         assert one.layer.bias.count == 5
     assert (side.take_lost(), other.take_lost()) == ([], [])
+
+
+class Updates:
+    """A target network as tasks write it: at each second step a new copy of the model stands there."""
+
+    def __init__(self):
+        self.target, self.steps = None, 0
+
+    def loss(self, model, _):
+        self.steps += 1
+        if self.steps % 2:
+            self.target = copy.deepcopy(model.layer)
+        with torch.no_grad():
+            self.target.weight += 1
+            model.layer.weight *= 0.5
+
+
+def _after(steps, task=None):
+    """The state after so many committed steps, of which the first is followed."""
+    side, model, task = _made(task=task or Updates())
+    held = side.hold()
+    _step(model, task)
+    side.follow_changed_since(held)
+    for step in range(1, steps + 1):
+        _step(model, task)
+        side.keep(step)
+    return side, model, task
+
+
+def test_an_object_that_steps_replace_is_put_back_as_it_was():
+    """Another one stands there since the last look; the step that is given up replaces it, or writes into it."""
+    for steps in (40, 41):
+        side, model, task = _after(steps)
+        target, before = task.target, copy.deepcopy(task.target.state_dict())
+        _step(model, task)
+        side.drop()
+        assert task.target is target
+        assert all(torch.equal(target.state_dict()[name], one) for name, one in before.items())
+        assert side.take_lost() == []
+
+
+def test_a_replacement_gets_an_object_that_steps_have_created():
+    """With what is in it, from a record that a checkpoint can hold; both then go on alike."""
+    side, model, task = _after(5)
+    file = io.BytesIO()
+    torch.save(side.to_record(), file)
+    file.seek(0)
+    other, other_model, other_task = _made(task=Updates())
+    other_model.load_state_dict(model.state_dict())
+    other.restore(torch.load(file, weights_only=True))
+    assert other.take_lost() == []
+    for step in range(6, 9):
+        for one, at, of in ((side, model, task), (other, other_model, other_task)):
+            _step(at, of)
+            one.keep(step)
+        assert torch.equal(task.target.weight, other_task.target.weight)
+        assert _digests(other) == _digests(side)
+
+
+def _a_shallow_copy(task, model):
+    task.target = copy.copy(model.layer)
+
+
+def _with_weights_of_the_model(task, model):
+    task.target = nn.Linear(3, 3)
+    task.target.weight.data = model.layer.weight.data.view(3, 3)
+
+
+def _in_a_list_too(task, model):
+    task.target = copy.deepcopy(model.layer)
+    task.all = [{"newest": task.target}]
+
+
+def _bound_to_the_task(task, model):
+    task.target = copy.deepcopy(model.layer)
+    task.target.task = task
+
+
+def _of_another_library(task, _):
+    task.target = io.BytesIO(b"abc")
+
+
+@pytest.mark.parametrize(
+    "create",
+    [
+        _a_shallow_copy,
+        _with_weights_of_the_model,
+        _in_a_list_too,
+        _bound_to_the_task,
+        _of_another_library,
+    ],
+)
+def test_an_object_that_something_else_holds_a_part_of_is_not_sent(create):
+    """Two would be made of one. Who receives names it."""
+    side, model, task = _made(task=type("Odd", (), {"target": None})())
+    held = side.hold()
+    create(task, model)
+    side.follow_changed_since(held)
+    create(task, model)
+    side.keep(1)
+    other, *_ = _made(task=type("Odd", (), {"target": None})())
+    other.restore(side.to_record())
+    lost = other.take_lost()
+    assert any("target" in name for name in [*lost, *other.opaque]), lost
 
 
 def test_an_object_that_cannot_be_sent_is_reported_by_who_receives():

@@ -23,11 +23,14 @@ from ddp_runner.kernel.rules.classify import lacks_memory
 from ddp_runner.training.exactness.kept_kinds import GivingBack, Kept, NotPlainError, TensorCopy
 from ddp_runner.training.exactness.traces import Trace
 from ddp_runner.training.exactness.values import (
+    Made,
     Stateful,
     from_wire,
     idents,
     kept_of,
+    made_of,
     mark_shared,
+    objects_in,
     wired,
 )
 from ddp_runner.values.object_graph import (
@@ -254,6 +257,16 @@ class SideState:
         self._keep_followed()
 
     def _keep_followed(self) -> None:
+        # INVARIANT kept-where-it-is: what is followed in an object is that of the object that stands there now.
+        # Broken if: a step has put another one there, and what the one before held is put back into it.
+        # Guarded by: test_an_object_that_steps_replace_is_put_back_as_it_was.
+        if changed := self._keep_each():
+            self._look_into(changed)
+            self._keep_each()
+
+    def _keep_each(self) -> list[str]:
+        """Return the names that other objects have now; what is in these has been kept as of those before."""
+        changed = []
         for name, kept in self._followed.items():
             owner, key = self._place(name)
             if owner is None or not owner.has(key):
@@ -262,7 +275,33 @@ class SideState:
             value = owner.read(key)
             if isinstance(kept, TensorCopy) and name not in self._blind and kept.seen.is_in(value):
                 continue
-            self._followed[name] = self._kept(value, before=kept)
+            now = self._followed[name] = self._kept(value, before=kept)
+            if objects_in(now) != objects_in(kept):
+                changed.append(name)
+        return changed
+
+    def _look_into(self, names: Iterable[str]) -> None:
+        """See which objects stand under these names now: what a whole walk would find there, in less time."""
+        below = tuple(f"{name}{sign}" for name in names for sign in (".", "["))
+        places = {name.rpartition(".")[0] for name in names}
+        roots = [(path, self._owners[path].of) for path in places if path in self._owners]
+        owners = {p: one for p, one in self._owners.items() if not f"{p}.".startswith(below)}
+        for path, at, reach in self._walk_rules(owners).over(roots):
+            if reach is Reach.ENTERED and f"{path}.".startswith(below):
+                owners[path] = Owner(path, at, is_models=False)
+        self._owners = owners
+
+    def _put_objects_back(self, giving: GivingBack) -> None:
+        """Those that the step has put others in the place of; then what is in them has its names again."""
+        others = [
+            name
+            for name, kept in self._followed.items()
+            if objects_in(kept) and not kept.is_in(self._read(name))
+        ]
+        for name in others:
+            self._give_back(name, self._followed[name], giving)
+        if others:
+            self._owners = self._walk()
 
     def drop(self) -> None:
         """A step is given up: put everything back as it was when :meth:`keep` was called last."""
@@ -272,6 +311,7 @@ class SideState:
         self._owners = self._walk()
         self._note_used(whole=True)
         giving = self._giving_back(self._followed)
+        self._put_objects_back(giving)
         unfollowed = dict.fromkeys(name for name, _ in self._changed(whole=True))
         for name in unfollowed:
             kept = self._picture.get(name)
@@ -323,6 +363,9 @@ class SideState:
         mark_shared(there.values())
         values: dict[str, Any] = dict.fromkeys(self._followed)
         values |= {name: _plain_or_why(kept) for name, kept in there.items()}
+        for name, packed in values.items():
+            if isinstance(packed, str) and (made := self._made(name)) is not None:
+                values[name] = [made.plain()]
         if not values and not self.opaque:
             return {}
         return {
@@ -345,11 +388,13 @@ class SideState:
         values = record.get("values", {})
         self._lost += [name for name in self._followed if name not in values]
         giving = GivingBack()
+        arrived = {n: from_wire(p[0]) for n, p in values.items() if isinstance(p, (list, tuple))}
+        for name in sorted(arrived):  # an object before those that were created in it
+            if isinstance(made := arrived[name], Made):
+                arrived[name] = self._built(name, made)
         for name, packed in values.items():
             self._follow(name, None)
-            kept = None if packed is None else Kept(None)
-            if isinstance(packed, (list, tuple)):
-                kept = from_wire(packed[0])
+            kept = arrived.get(name, None if packed is None else Kept(None))
             # An object that does not load such a state: it is of another program, or damaged.
             raises = isinstance(kept, Stateful)
             if isinstance(packed, str) or not self._give_back(name, kept, giving, raises=raises):
@@ -359,6 +404,38 @@ class SideState:
         self._looks = 0
         self._keep_followed()
         self._take_picture()
+
+    def _made(self, name: str) -> Made | None:
+        """The object that a step has put under this name, for a process that lacks it; None if it cannot be sent."""
+        owner, value = self._owners.get(name), self._read(name)
+        if (
+            owner is None
+            or owner.of is not value
+            or isinstance(value, (Dataset, type, FunctionType))
+        ):
+            return None
+        within = (f"{name}.", f"{name}[")
+        outside = [
+            one
+            for one in self._owners.values()
+            if one is not owner and not one.path.startswith(within)
+        ]
+        held: list[Any] = [*self._model.parameters(), *self._model.buffers()]
+        for one in outside:
+            held += [one.of, *(at for key, at in one.entries() if f"{one.path}.{key}" != name)]
+        return made_of(value, held=held)
+
+    def _built(self, name: str, made: Made) -> Kept:
+        """Put the object under its name; as it is kept from now on."""
+        try:
+            kept = Kept(made.built(like=self._model))
+        except Exception as error:  # a class that is not there, or that raises what it likes
+            if lacks_memory(error):
+                raise
+            return made
+        self._give_back(name, kept, GivingBack())
+        self._owners = self._walk()
+        return kept
 
     def digests(self) -> dict[str, str]:
         """Name -> a text that two ranks have alike where they hold the same."""
@@ -485,16 +562,10 @@ class SideState:
 
     def _walk(self) -> dict[str, Owner]:
         """Every object that is looked at, by its path."""
-        owners, modules = self._owners_of_model()
+        owners = self._owners_of_model()
         roots = [(self._root_name, self._task)] if self._task is not None else []
         roots += [(one.path, one.of) for one in owners.values()]
-        walk = Walk(
-            inside=state_in,
-            counts=lambda at: id(at) not in modules and not _keeps_nothing(at),
-            objects_max=OWNERS_MAX,
-            depth_max=DEPTH_MAX,
-            without=self._apart,
-        )
+        walk = self._walk_rules(owners)
         closed: dict[str, Any] = {}
         functions: dict[str, FunctionType] = {}
         left: list[Any] = []
@@ -522,11 +593,20 @@ class SideState:
         self._owned = frozenset(id(one.of) for one in owners.values())
         return owners
 
-    def _owners_of_model(self) -> tuple[dict[str, Owner], set[int]]:
-        """Return the model's modules, by path, and their ids; note what is the model's own state."""
+    def _walk_rules(self, owners: Mapping[str, Owner]) -> Walk:
+        modules = {id(one.of) for one in owners.values() if one.is_models}
+        return Walk(
+            inside=state_in,
+            counts=lambda at: id(at) not in modules and not _keeps_nothing(at),
+            objects_max=OWNERS_MAX,
+            depth_max=DEPTH_MAX,
+            without=self._apart,
+        )
+
+    def _owners_of_model(self) -> dict[str, Owner]:
+        """Return the model's modules, by path; note what is the model's own state."""
         own: set[int] = {id(one) for one in self._model.parameters()}
         owners: dict[str, Owner] = {}
-        modules: set[int] = set()
         bare_of = bare_names(self._model)
         for path, module in self._model.named_modules():
             unsaved = module._non_persistent_buffers_set  # noqa: SLF001
@@ -535,11 +615,10 @@ class SideState:
             bare = bare_of(path)
             name = f"model.{bare}" if bare else "model"
             owners.setdefault(name, Owner(name, module, is_models=True))
-            modules.add(id(module))
         self._own = frozenset(own)
         named = self._model.named_parameters()
         self._parameters = {f"model.{bare_of(name)}": one for name, one in named}
-        return owners, modules
+        return owners
 
     def _noted_parameters(self) -> dict[str, Tensor]:
         """Return the parameters that the program has given attributes, by their paths."""

@@ -44,6 +44,7 @@ from ddp_runner.training.exactness.kept_kinds import (
     has_pointers,
 )
 from ddp_runner.training.exactness.traces import Trace
+from ddp_runner.training.local_state.by_value import Pickled, handed_over, taken_over
 from ddp_runner.values.generators import generator_kind
 from ddp_runner.values.object_graph import LEAVES
 from ddp_runner.values.plain import from_plain
@@ -56,7 +57,27 @@ _SEEN_ARRAY_BYTES_MAX = 16 * 1024 * 1024
 _SET, _DEQUE = "ddp_runner:set", "ddp_runner:deque"
 _PAIRS, _STATEFUL = "ddp_runner:pairs", "ddp_runner:state_dict"
 _OBJECTS, _SHELL, _SHARED = "ddp_runner:objects", "ddp_runner:shell", "ddp_runner:shared"
+_MADE = "ddp_runner:made"
 _BYTEARRAY = "ddp_runner:bytearray"  # in files of earlier versions
+# What two objects may both hold although only one of them is sent.
+_FREELY_SHARED = (
+    *(
+        str,
+        bytes,
+        int,
+        float,
+        complex,
+        type(None),
+        tuple,
+        frozenset,
+        range,
+        slice,
+        Enum,
+        np.generic,
+    ),
+    *(type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType),
+    *(functools.partial, torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
 _CONTAINERS = (OrderedDict, dict, list, tuple, set, frozenset, deque)
 
 
@@ -251,6 +272,25 @@ class Stateful(Kept):
         return self.state.digest()
 
 
+class Made(Kept):
+    """An object that a step has created, as bytes: it is built again where nothing stands in its place."""
+
+    def __init__(self, pickled: Pickled) -> None:
+        self._pickled = pickled
+
+    def built(self, *, like: Any) -> Any:
+        """Return a new object. Raises UnpicklingError for a class that ``like`` does not consist of and a file may not build."""
+        return taken_over(self._pickled, like=like)
+
+    def put_into(self, live: Any, giving: GivingBack | None) -> Any:  # noqa: ARG002
+        """See :meth:`Kept.put_into`."""
+        raise NotPlainError("an object that is built, not written")
+
+    def plain(self) -> Any:
+        """See :meth:`Kept.plain`."""
+        return {_MADE: (self._pickled.text, [bytes(one) for one in self._pickled.buffers])}
+
+
 class NotKept(Kept):
     """A value that is too large to be kept, or cannot be read. ``trace``: of its former content."""
 
@@ -298,6 +338,54 @@ def kept_of(
     return NotKept(value, trace=None if with_contents else Trace(value))
 
 
+def made_of(value: Any, *, held: Iterable[Any]) -> Made | None:
+    """Return an object that a step has created, for a process that lacks it; None if it cannot be sent.
+
+    ``held``: what else is held. An object with a part that is also among that cannot be sent: of the part two would be
+    made, as of the weights of a shallow copy of the model.
+    """
+    those = [*_with_contents(held)]  # alive until the end: no new object has the id of one of them
+    ids = {id(one) for one in those if not isinstance(one, _FREELY_SHARED)}
+    memory = {_memory_of(one) for one in those if isinstance(one, Tensor)}
+
+    def is_anothers(one: Any) -> bool:
+        return id(one) in ids or (isinstance(one, Tensor) and _memory_of(one) in memory)
+
+    try:
+        return Made(handed_over(value, is_anothers=is_anothers))
+    except Exception as error:  # methods of the user's objects raise what they like
+        if lacks_memory(error):
+            raise
+        return None
+
+
+def _with_contents(values: Iterable[Any]) -> Iterator[Any]:
+    """Give each value, and what is in lists, dicts and what a function is bound to; each once."""
+    seen: set[int] = set()
+    pending = [*values]
+    while pending:
+        one = pending.pop()
+        if type(one) in LEAVES or id(one) in seen:
+            continue
+        seen.add(id(one))
+        yield one
+        if isinstance(one, dict):
+            pending += [*dict.keys(one), *dict.values(one)]
+        elif isinstance(one, (list, tuple, set, frozenset, deque)):
+            pending += _entries(one)
+        elif isinstance(one, functools.partial):
+            pending += [one.func, one.args, one.keywords]
+        elif isinstance(one, types.MethodType):
+            pending.append(one.__self__)
+
+
+def _memory_of(tensor: Tensor) -> tuple[str, int]:
+    """Where the memory of a tensor begins, which views of it share."""
+    if tensor.layout is not torch.strided:
+        return "", id(tensor)
+    return str(tensor.device), tensor.untyped_storage().data_ptr() or id(tensor)
+
+
 def mark_shared(values: Iterable[Kept]) -> None:
     """Number the objects that are there more than once, so that they are one again where these arrive."""
     found: dict[int, list[Kept]] = {}
@@ -307,6 +395,11 @@ def mark_shared(values: Iterable[Kept]) -> None:
     for number, those in enumerate((t for t in found.values() if len(t) > 1), start=1):
         for kept in those:
             kept.number = number
+
+
+def objects_in(kept: Kept) -> list[int]:
+    """The ids of objects that are known only as those: what is in one of them has names of its own."""
+    return [id(one.put_into(None, None)) for one in _all_parts([kept]) if type(one) is Kept]
 
 
 def idents(values: Iterable[Kept]) -> frozenset[int]:
@@ -489,6 +582,9 @@ _UNPACKERS: dict[str, Callable[[Any], Kept]] = {
     _OBJECTS: lambda packed: _Objects(tuple(packed[0]), [from_wire(one) for one in packed[1]]),
     _SHELL: lambda packed: _Shell(object, str(packed[0]), from_wire(packed[1])),
     _SHARED: _from_shared,
+    _MADE: lambda packed: Made(
+        Pickled(bytes(packed[0]), [memoryview(bytes(one)) for one in packed[1]])
+    ),
 }
 
 

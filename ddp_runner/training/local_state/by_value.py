@@ -290,17 +290,19 @@ def _dumped_by(
     return Pickled(out.getvalue(), buffers)
 
 
-def handed_over(value: Any) -> Pickled:
+def handed_over(value: Any, *, is_anothers: Callable[[Any], bool] | None = None) -> Pickled:
     """Return a value as bytes for another process of the program, with tensors laid out as they are.
 
-    What pickle raises passes.
+    ``is_anothers``: for each object in ``value``, whether something else holds it too. Raises PicklingError for one: of
+    one object two would be made. What pickle raises passes.
     """
     table: dict[type, Callable[[Any], Any]] = {
         **copyreg.dispatch_table,
         Tensor: _reduced_as_laid,
         torch.Generator: _reduced_generator,
     }
-    return _dumped_by(_Pickler, value, {}, table, [])
+    kind = partial(_LonePickler, is_anothers) if is_anothers is not None else _Pickler
+    return _dumped_by(kind, value, {}, table, [])
 
 
 def taken_over(pickled: Pickled, *, like: Any) -> Any:
@@ -365,6 +367,18 @@ class _SharedPickler(_Pickler):
 
     def persistent_id(self, value: Any) -> str | None:
         return self._names.get(id(value))
+
+
+class _LonePickler(_Pickler):
+    """Pickles objects that nothing else holds."""
+
+    def __init__(self, is_anothers: Callable[[Any], bool], *parts: Any) -> None:
+        super().__init__(*parts)
+        self._is_anothers = is_anothers
+
+    def persistent_id(self, value: Any) -> None:
+        if self._is_anothers(value):
+            raise pickle.PicklingError(f"{type(value).__name__}, which something else holds, too")
 
 
 class _SetFinder(_Pickler):

@@ -116,6 +116,23 @@ class QLearning(Distill):
         return F.smooth_l1_loss(now.gather(1, action[:, None])[:, 0], wanted)
 
 
+class CopiedTarget(Distill):
+    """The same, as a copy of the whole model that there is none of before the first step."""
+
+    target, steps = None, 0
+
+    def build_model(self):
+        return net()
+
+    def loss(self, model, batch):
+        x, y = batch
+        if model.training:
+            if self.steps % 2 == 0:
+                self.target = copy.deepcopy(model).requires_grad_(False).eval()
+            self.steps += 1
+        return F.cross_entropy(model(x), y) + self.consistency(model(x), self.target(x))
+
+
 class Averaged(Distill):
     def build_model(self):
         model = net()
