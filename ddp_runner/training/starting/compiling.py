@@ -39,9 +39,12 @@ _DYNAMO = {
     "automatic_dynamic_remote_pgo": False,
     "optimize_ddp": False,
     "recompile_limit": GRAPHS_MAX,
-    "cache_size_limit": GRAPHS_MAX,  # its name before torch 2.6
     "accumulated_recompile_limit": 1 << 20,
     "fail_on_recompile_limit_hit": True,
+    # Their names before torch 2.7.
+    "cache_size_limit": GRAPHS_MAX,
+    "accumulated_cache_size_limit": 1 << 20,
+    "fail_on_cache_limit_hit": True,
     "suppress_errors": False,
 }
 # Compiler processes of its own would outlive a rank that is killed, and be forked with it.
