@@ -62,7 +62,7 @@ def _shapes_and_phases(_me, folder):
         for size in range(2, FEW + 10):
             compiled(torch.ones(size, 2))
 
-    with pytest.raises(Exception, match="(recompile|cache_size)_limit") as caught:
+    with pytest.raises(Exception, match=r"(recompile|cache_size)_limit") as caught:
         meet_more()
     error, text = type(caught.value).__name__, str(caught.value)
     kind = classify_error(type_name=error, text=text, aborted=False)

@@ -294,6 +294,16 @@ def test_a_replacement_gets_an_object_that_steps_have_created():
         assert _digests(other) == _digests(side)
 
 
+def test_an_object_from_another_rank_lies_on_the_device_of_the_model_here():
+    """Rank 0's copy on its device, where the model is on another one; what is elsewhere stays there."""
+    side, _, task = _after(3)
+    other, other_model, other_task = _made(task=Updates())
+    other_model.to("meta")
+    other.restore(side.to_record())
+    assert other_task.target.weight.device.type == "meta"
+    assert task.target.weight.device.type == "cpu"
+
+
 def _a_shallow_copy(task, model):
     task.target = copy.copy(model.layer)
 

@@ -423,7 +423,7 @@ class SideState:
         held: list[Any] = [*self._model.parameters(), *self._model.buffers()]
         for one in outside:
             held += [one.of, *(at for key, at in one.entries() if f"{one.path}.{key}" != name)]
-        return made_of(value, held=held)
+        return made_of(value, beside=self._model, held=held)
 
     def _built(self, name: str, made: Made) -> Kept:
         """Put the object under its name; as it is kept from now on."""

@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ddp_runner.kernel.rules.classify import lacks_memory
 from ddp_runner.training.exactness.kept_kinds import (
@@ -275,12 +275,17 @@ class Stateful(Kept):
 class Made(Kept):
     """An object that a step has created, as bytes: it is built again where nothing stands in its place."""
 
-    def __init__(self, pickled: Pickled) -> None:
+    def __init__(self, pickled: Pickled, device: str) -> None:
+        """``device``: where the model is that it was made beside."""
         self._pickled = pickled
+        self._device = device
 
-    def built(self, *, like: Any) -> Any:
-        """Return a new object. Raises UnpicklingError for a class that ``like`` does not consist of and a file may not build."""
-        return taken_over(self._pickled, like=like)
+    def built(self, *, like: nn.Module) -> Any:
+        """Return a new object, beside the model ``like``.
+
+        Raises UnpicklingError for a class that this does not consist of and a file may not build.
+        """
+        return taken_over(self._pickled, like=like, moved={self._device: device_of(like)})
 
     def put_into(self, live: Any, giving: GivingBack | None) -> Any:  # noqa: ARG002
         """See :meth:`Kept.put_into`."""
@@ -288,7 +293,8 @@ class Made(Kept):
 
     def plain(self) -> Any:
         """See :meth:`Kept.plain`."""
-        return {_MADE: (self._pickled.text, [bytes(one) for one in self._pickled.buffers])}
+        buffers = [bytes(one) for one in self._pickled.buffers]
+        return {_MADE: (self._pickled.text, buffers, self._device)}
 
 
 class NotKept(Kept):
@@ -338,10 +344,15 @@ def kept_of(
     return NotKept(value, trace=None if with_contents else Trace(value))
 
 
-def made_of(value: Any, *, held: Iterable[Any]) -> Made | None:
+def device_of(model: nn.Module) -> str:
+    """Return the name of the device of its first parameter."""
+    return str(next(model.parameters()).device)
+
+
+def made_of(value: Any, *, beside: nn.Module, held: Iterable[Any]) -> Made | None:
     """Return an object that a step has created, for a process that lacks it; None if it cannot be sent.
 
-    ``held``: what else is held. An object with a part that is also among that cannot be sent: of the part two would be
+    ``beside``: the model. ``held``: what else is held. An object with a part that is also among that cannot be sent: of the part two would be
     made, as of the weights of a shallow copy of the model.
     """
     those = [*_with_contents(held)]  # alive until the end: no new object has the id of one of them
@@ -352,7 +363,7 @@ def made_of(value: Any, *, held: Iterable[Any]) -> Made | None:
         return id(one) in ids or (isinstance(one, Tensor) and _memory_of(one) in memory)
 
     try:
-        return Made(handed_over(value, is_anothers=is_anothers))
+        return Made(handed_over(value, is_anothers=is_anothers), device_of(beside))
     except Exception as error:  # methods of the user's objects raise what they like
         if lacks_memory(error):
             raise
@@ -583,7 +594,7 @@ _UNPACKERS: dict[str, Callable[[Any], Kept]] = {
     _SHELL: lambda packed: _Shell(object, str(packed[0]), from_wire(packed[1])),
     _SHARED: _from_shared,
     _MADE: lambda packed: Made(
-        Pickled(bytes(packed[0]), [memoryview(bytes(one)) for one in packed[1]])
+        Pickled(bytes(packed[0]), [memoryview(bytes(one)) for one in packed[1]]), str(packed[2])
     ),
 }
 

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -305,14 +306,15 @@ def handed_over(value: Any, *, is_anothers: Callable[[Any], bool] | None = None)
     return _dumped_by(kind, value, {}, table, [])
 
 
-def taken_over(pickled: Pickled, *, like: Any) -> Any:
+def taken_over(pickled: Pickled, *, like: Any, moved: Mapping[str, str] | None = None) -> Any:
     """Return the value of :func:`handed_over`, built only from what a file may have built, or what ``like`` consists of.
 
-    Raises UnpicklingError, naming the class, for one that may not be built.
+    ``moved``: what stands here in the place of a device there. Raises UnpicklingError, naming the class, for one that may
+    not be built.
     """
     tracing = _Loader(handed_over(like), {}, known=None)
     tracing.load()
-    return _Loader(pickled, {}, known=tracing.used).load()
+    return _Loader(pickled, {}, known=tracing.used, moved=moved or {}).load()
 
 
 def _reduced_as_laid(value: Tensor) -> Any:
@@ -458,7 +460,10 @@ class _SetOrders(_Named, pickle._Unpickler):  # noqa: SLF001 - the one whose ste
 
 
 class _Loader(_Named, pickle.Unpickler):
-    """Loads pickles. ``known``: further names that they may use; None: any. ``used``: the names that they used."""
+    """Loads pickles. ``known``: further names that they may use; None: any. ``used``: the names that they used.
+
+    ``moved``: see :func:`taken_over`.
+    """
 
     def __init__(
         self,
@@ -466,10 +471,12 @@ class _Loader(_Named, pickle.Unpickler):
         live: Mapping[str, Any],
         *,
         known: set[tuple[str, str]] | None,
+        moved: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         super().__init__(io.BytesIO(pickled.text), buffers=pickled.buffers)
         self._kept = live
         self._known = known
+        self._moved = moved
         self.used: set[tuple[str, str]] = set()
 
     def find_class(self, module: str, name: str) -> Any:
@@ -478,7 +485,8 @@ class _Loader(_Named, pickle.Unpickler):
         self.used.add((module, name))
         if self._known is not None and module != __name__ and (module, name) not in self._known:
             _refuse_foreign(module, name)
-        return super().find_class(module, name)
+        found = super().find_class(module, name)
+        return partial(_on_our_device, found, self._moved) if found in _ON_DEVICES else found
 
 
 def _refuse_foreign(module: str, name: str) -> None:
@@ -528,7 +536,14 @@ def _tensor_as_laid(
     )
 
 
+def _on_our_device(make: Callable[..., Any], moved: Mapping[str, str], *given: Any) -> Any:
+    return make(*(moved.get(one, one) if isinstance(one, str) else one for one in given))
+
+
 def _generator(state: Any, device: str) -> torch.Generator:
     found = torch.Generator(device=device)
     found.set_state(torch.from_numpy(np.array(state)))
     return found
+
+
+_ON_DEVICES = (_tensor_as_laid, _generator)  # of what is given to these, a text names the device
