@@ -294,7 +294,7 @@ def test_a_replacement_gets_an_object_that_steps_have_created():
         assert _digests(other) == _digests(side)
 
 
-def test_an_object_from_another_rank_lies_on_the_device_of_the_model_here():
+def test_an_object_of_another_rank_lies_on_the_device_here():
     """Rank 0's copy on its device, where the model is on another one; what is elsewhere stays there."""
     side, _, task = _after(3)
     other, other_model, other_task = _made(task=Updates())
