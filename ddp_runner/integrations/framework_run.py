@@ -66,9 +66,8 @@ def begin_evaluation(loader: Any, sampler: Any, *, seed: int, step: int) -> None
     """
     have_new_workers(loader)
     seed_step(seed=seed, step=step, rank=0, micro_step=BETWEEN)
-    generator = getattr(
-        sampler, "generator", None
-    )  # accelerate makes one, and each pass goes on with it
+    # accelerate makes one, and each pass goes on with it.
+    generator = getattr(sampler, "generator", None)
     if isinstance(generator, torch.Generator):
         generator.manual_seed(torch.initial_seed())
 

@@ -246,7 +246,7 @@ class Owner:
         self._recomputed = _recomputed_names(of)
 
     def entries(self) -> Iterator[tuple[str, Any]]:
-        """Attribute -> value, as they are now; of a parameter, without those of torch and other libraries."""
+        """Yield names and values of attributes, as they are now; of a parameter, without those of libraries."""
         is_tensor = isinstance(self.of, Tensor)
         for key, value in attributes_of(self.of).items():
             if key not in self._recomputed and not (is_tensor and key.startswith("_")):
@@ -290,7 +290,7 @@ class Owner:
             remove_attribute(self.of, key)
 
     def has(self, key: str) -> bool:
-        """Whether it has an attribute of this name."""
+        """Return True if it has an attribute of this name."""
         if key == _EXTRA and self.has_extra:
             return True
         is_module = isinstance(self.of, nn.Module)
@@ -298,7 +298,7 @@ class Owner:
 
 
 def _recomputed_names(of: Any) -> frozenset[str]:
-    """What hooks compute before each forward, from parameters: spectral and weight norm of old."""
+    """Return what hooks compute from parameters before each forward: torch's old spectral and weight norm."""
     if not isinstance(of, nn.Module):
         return frozenset()
     hooks = of._forward_pre_hooks.values()  # noqa: SLF001

@@ -61,22 +61,9 @@ _MADE = "ddp_runner:made"
 _BYTEARRAY = "ddp_runner:bytearray"  # in files of earlier versions
 # What two objects may both hold although only one of them is sent.
 _FREELY_SHARED = (
-    *(
-        str,
-        bytes,
-        int,
-        float,
-        complex,
-        type(None),
-        tuple,
-        frozenset,
-        range,
-        slice,
-        Enum,
-        np.generic,
-    ),
+    *(*LEAVES, tuple, frozenset, range, slice, Enum, np.generic, functools.partial),
     *(type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType),
-    *(functools.partial, torch.dtype, torch.device, torch.layout, torch.memory_format),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
 _CONTAINERS = (OrderedDict, dict, list, tuple, set, frozenset, deque)
 
@@ -352,8 +339,8 @@ def device_of(model: nn.Module) -> str:
 def made_of(value: Any, *, beside: nn.Module, held: Iterable[Any]) -> Made | None:
     """Return an object that a step has created, for a process that lacks it; None if it cannot be sent.
 
-    ``beside``: the model. ``held``: what else is held. An object with a part that is also among that cannot be sent: of the part two would be
-    made, as of the weights of a shallow copy of the model.
+    ``beside``: the model. ``held``: all other objects that are held. If one of them is a part of ``value``, this cannot
+    be sent, because two would be made of that part: of the weights of a shallow copy, or of what an optimizer updates.
     """
     those = [*_with_contents(held)]  # alive until the end: no new object has the id of one of them
     ids = {id(one) for one in those if not isinstance(one, _FREELY_SHARED)}
@@ -371,7 +358,7 @@ def made_of(value: Any, *, beside: nn.Module, held: Iterable[Any]) -> Made | Non
 
 
 def _with_contents(values: Iterable[Any]) -> Iterator[Any]:
-    """Give each value, and what is in lists, dicts and what a function is bound to; each once."""
+    """Yield each value, and those in lists, dicts, optimizers and the like, and what a function is bound to; each once."""
     seen: set[int] = set()
     pending = [*values]
     while pending:
@@ -388,10 +375,12 @@ def _with_contents(values: Iterable[Any]) -> Iterator[Any]:
             pending += [one.func, one.args, one.keywords]
         elif isinstance(one, types.MethodType):
             pending.append(one.__self__)
+        elif is_stateful(one):
+            pending += getattr(one, "__dict__", {}).values()
 
 
 def _memory_of(tensor: Tensor) -> tuple[str, int]:
-    """Where the memory of a tensor begins, which views of it share."""
+    """Return where the memory of a tensor begins; its views share that."""
     if tensor.layout is not torch.strided:
         return "", id(tensor)
     return str(tensor.device), tensor.untyped_storage().data_ptr() or id(tensor)
@@ -409,7 +398,7 @@ def mark_shared(values: Iterable[Kept]) -> None:
 
 
 def objects_in(kept: Kept) -> list[int]:
-    """The ids of objects that are known only as those: what is in one of them has names of its own."""
+    """Return the ids of objects that are known only by identity: the state in one of them has names of its own."""
     return [id(one.put_into(None, None)) for one in _all_parts([kept]) if type(one) is Kept]
 
 
