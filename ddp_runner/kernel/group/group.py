@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import (
+    Backend,
     DebugLevel,
     PrefixStore,
     Store,
@@ -38,9 +39,8 @@ from ddp_runner.kernel.rules.faults import Fault, FaultError, FaultKind
 _INTERFACES = "GLOO_SOCKET_IFNAME"
 UNUSED_TAG = 2**30  # of a message that nobody sends
 PROOF_TAG = UNUSED_TAG - 1  # of the first message between two ranks
-_never_freed: list[
-    dist.ProcessGroup
-] = []  # groups of generations that could not be left without an abort
+# Of generations that could not be left without an abort.
+_never_freed: list[dist.ProcessGroup | Backend] = []
 # Of the generation that this process has left and whose abort may not have ended; one at most.
 _left: list[Communicators] = []
 _uses = itertools.count()  # of a group that the program has formed
@@ -320,7 +320,7 @@ def joined(
             look_again=functools.partial(_look_again, link, membership),
         )
         if "gloo" in backend:
-            switch.on_trip(functools.partial(_fail_operations, _default_group()))
+            switch.on_trip(functools.partial(_fail_operations, _gloo()))
         _refuse_if_tripped(switch, "aborted while forming")
         if membership.secret and backend == "gloo":
             _prove_peers(group)
@@ -368,7 +368,8 @@ def _used(
         yield Group(membership, keys, device=device, switch=switch, communicators=communicators)
     except BaseException:
         if backend == "gloo":
-            _fail_operations(group)  # peers may wait in a collective that this rank will not enter
+            # Peers may wait in a collective that this rank will not enter.
+            _fail_operations(_gloo())
         raise
     finally:
         switch.close()
@@ -418,13 +419,14 @@ def _leave_broken(connections: list[socket.socket], *, is_silent: bool = False) 
 
     One that ``is_silent`` is left as it is: the next generation ends it.
     """
-    remains: list[dist.ProcessGroup] = []
+    remains: list[dist.ProcessGroup | Backend] = []
     if dist.is_initialized() and not is_silent:
-        remains.append(_default_group())
+        is_gloo = "gloo" in dist.get_backend()
+        remains.append(_gloo() if is_gloo else _default_group())
         # Nothing replaces the error for which this is left.
         with contextlib.suppress(RuntimeError, ValueError):
-            if "gloo" in dist.get_backend():
-                _fail_operations(remains[0])
+            if is_gloo:
+                _fail_operations(_gloo())
             dist.destroy_process_group()
     if remains and remains[0].size() == 1:
         remains.clear()  # nobody waits; a program that ends now must not meet threads of the group's
@@ -452,7 +454,7 @@ def _close(connections: list[socket.socket]) -> None:
         connection.close()
 
 
-def _let_go(remains: list[dist.ProcessGroup], connections: list[socket.socket]) -> None:
+def _let_go(remains: list[dist.ProcessGroup | Backend], connections: list[socket.socket]) -> None:
     """Thread: when the peers have had time to leave, end the group's operations and free it.
 
     Freeing a gloo group waits for its threads, and one that gloo has lost track of (see abort) waits
@@ -578,19 +580,30 @@ def _default_group() -> dist.ProcessGroup:
     return dist.distributed_c10d._get_default_group()  # noqa: SLF001 - as DDP itself does
 
 
-def _fail_operations(group: dist.ProcessGroup) -> None:
-    """Have gloo fail all that is under way in the group: one operation that times out does that."""
+def _gloo() -> Backend:
+    """The gloo backend of the default group: what is kept of a group that is about to be left.
+
+    Freeing it waits for its threads, which may need the interpreter to free a tensor. torch gives the
+    interpreter up meanwhile; for a whole group torch 2.6 does not (distributed/c10d/init.cpp:
+    intrusive_ptr_no_gil_destructor_class_).
+    """
+    return _default_group()._get_backend(torch.device("cpu"))  # noqa: SLF001 - there is no public name
+
+
+def _fail_operations(backend: Backend) -> None:
+    """Have gloo fail all that is under way in it: one operation that times out does that."""
     # INVARIANT gloo-fails-itself: closing connections is not enough to free a rank. A connection
     # whose next message is for an operation that has failed already is never read again, so that
     # nothing else that waits for it learns of its end (gloo, transport/tcp: Pair::prepareRead).
     # Broken if: an abort only shuts sockets.
     # Guarded by: test_an_operation_behind_the_message_of_a_failed_one_is_freed.
     nothing = torch.empty(1)
-    for rank in range(group.size()):
-        if rank != group.rank():
+    for rank in range(backend.size()):
+        if rank != backend.rank():
             # Raises at once for a connection that is known to be closed.
             with contextlib.suppress(RuntimeError):
-                group.recv([nothing], rank, UNUSED_TAG).wait(timedelta(milliseconds=1))
+                receiving = backend.recv([nothing], rank, UNUSED_TAG)  # type: ignore[attr-defined]
+                receiving.wait(timedelta(milliseconds=1))
 
 
 def collectives_begun() -> int:
