@@ -24,7 +24,6 @@ KINDS = {
     "CyclicLR": lambda one: lr_scheduler.CyclicLR(one, 0.01, 0.2, step_size_up=2),
     "OneCycleLR": lambda one: lr_scheduler.OneCycleLR(one, 0.2, total_steps=20),
     "ReduceLROnPlateau": lambda one: lr_scheduler.ReduceLROnPlateau(one, patience=0),
-    "SWALR": lambda one: torch.optim.swa_utils.SWALR(one, swa_lr=0.05),
     "ChainedScheduler": lambda one: lr_scheduler.ChainedScheduler(
         [lr_scheduler.ConstantLR(one, total_iters=2), lr_scheduler.ExponentialLR(one, 0.9)]
     ),
@@ -34,6 +33,9 @@ KINDS = {
         milestones=[2],
     ),
 }
+# In torch up to 2.9 its state has a function, which is refused.
+if hasattr(torch.optim.swa_utils.SWALR, "_set_anneal_func"):
+    KINDS["SWALR"] = lambda one: torch.optim.swa_utils.SWALR(one, swa_lr=0.05)
 OF_TORCH = {
     name
     for name, kind in vars(lr_scheduler).items()
