@@ -45,12 +45,11 @@ from ddp_runner.integrations.framework_run import (
     RUN,
     Draws,
     begin_evaluation,
-    have_new_workers,
     loss_scaler,
     refuse,
     show_one_process,
 )
-from ddp_runner.training.own_loop.batches import batch_size_of
+from ddp_runner.training.own_loop.batches import batch_size_of, have_new_workers
 
 show_one_process()
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 import ddp_runner
-from ddp_runner.training.own_loop.steps import BETWEEN
+from ddp_runner.training.own_loop.batches import BETWEEN, have_new_workers
 from ddp_runner.values.generators import seed_step
 
 if TYPE_CHECKING:
@@ -52,19 +52,12 @@ def named_by_kind(objects: Iterable[Any]) -> dict[str, Any]:
     return found
 
 
-def have_new_workers(loader: Any) -> None:
-    """Let the next pass begin with new loader workers: those of a pass before go on with their own random numbers."""
-    base = getattr(loader, "base_dataloader", loader)
-    if getattr(base, "persistent_workers", False):
-        base._iterator = None  # noqa: SLF001
-
-
 def begin_evaluation(loader: Any, sampler: Any, *, seed: int, step: int) -> None:
     """Have all ranks draw the same random numbers in an evaluation of all samples, so that its figures are the same.
 
     Each rank stops early, or takes the best weights, by its own figures. What a step draws is seeded with its batch.
     """
-    have_new_workers(loader)
+    have_new_workers(getattr(loader, "base_dataloader", loader))
     seed_step(seed=seed, step=step, rank=0, micro_step=BETWEEN)
     # accelerate makes one, and each pass goes on with it.
     generator = getattr(sampler, "generator", None)

@@ -28,7 +28,7 @@ from torchmetrics import Metric
 from torchmetrics.metric import jit_distributed_available
 
 import ddp_runner
-from ddp_runner.integrations.framework_run import Draws, have_new_workers, loss_scaler, refuse
+from ddp_runner.integrations.framework_run import Draws, loss_scaler, refuse
 from ddp_runner.integrations.lightning_limits import why_not_loader
 from ddp_runner.integrations.lightning_logged import CELLS, Logged
 from ddp_runner.integrations.lightning_logged import USED as USED_FOR_LOGS
@@ -41,7 +41,7 @@ from ddp_runner.integrations.lightning_values import (
     go_on_with_rows,
     remove_begun,
 )
-from ddp_runner.training.own_loop.batches import batch_size_of
+from ddp_runner.training.own_loop.batches import batch_size_of, have_new_workers
 
 # What else is looked up by name: the class -> its attributes, which the next version may lack.
 USED: dict[type[Any], tuple[str, ...]] = {
@@ -240,12 +240,7 @@ class _ValidateInPlace(_EvaluationLoop):  # type: ignore[misc]
         """Validate with the other ranks, again from its start where one is lost."""
         if self.trainer.sanity_checking:
             return super().run()
-        return self.steps.together(_VALIDATION, self._run_with_new_workers)
-
-    def _run_with_new_workers(self) -> Any:
-        for loader in self._combined_loader.flattened if self._combined_loader else ():
-            have_new_workers(loader)
-        return super().run()
+        return self.steps.together(_VALIDATION, super().run)
 
     def on_iteration_done(self) -> None:
         """A batch is done."""

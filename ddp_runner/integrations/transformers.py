@@ -31,7 +31,6 @@ from ddp_runner.integrations.framework_run import (
     RUN,
     Draws,
     begin_evaluation,
-    have_new_workers,
     loss_scaler,
     refuse,
     show_one_process,
@@ -49,7 +48,7 @@ from ddp_runner.integrations.transformers_progress import (
     Progress,
     sum_over_ranks,
 )
-from ddp_runner.training.own_loop.batches import batch_size_of
+from ddp_runner.training.own_loop.batches import batch_size_of, have_new_workers
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Base

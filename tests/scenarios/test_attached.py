@@ -782,9 +782,18 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
 net = run.ddp(model)
 run.keep(model=model, optimizer=optimizer)
 
+class Noise(torch.utils.data.Dataset):
+    def __len__(self): return 4
+    def __getitem__(self, index): return index + torch.rand(()).item()
+
+judged = torch.utils.data.DataLoader(
+    Noise(), shuffle=True, num_workers=1, persistent_workers=True,
+    generator=torch.Generator().manual_seed(1), collate_fn=sum,
+)
+
 @run.every(steps=5)
 def cool():
-    model.temperature *= 0.5
+    model.temperature *= 0.5 + sum(place * one for place, one in enumerate(judged)) / 100
 
 for inputs, labels in run.steps(run.loader(data, batch_size=4), max_steps=14):
     with run.step():
@@ -797,7 +806,10 @@ if run.is_first:
 
 
 def test_a_number_that_a_function_between_steps_changes_is_changed_once(tmp_path):
-    """An attribute of a kept module, where a rank is lost in the step right after the function."""
+    """An attribute of a kept module, where a rank is lost in the step right after the function.
+
+    What it draws, also in loader workers that stay, is drawn again in a new process.
+    """
     own = tmp_path / "cools.py"
     own.write_text(COOLS, encoding="utf-8")
     (tmp_path / "without").mkdir()

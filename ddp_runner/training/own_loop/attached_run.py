@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -40,6 +41,7 @@ from ddp_runner.training.figures.train_report import TrainReport
 from ddp_runner.training.loading.loaders import waiting
 from ddp_runner.training.local_state.by_value import KeptLocally
 from ddp_runner.training.own_loop.batches import (
+    BetweenSteps,
     GivenBatches,
     KeptLoader,
     length_of,
@@ -59,10 +61,9 @@ from ddp_runner.training.own_loop.misuse import (
 )
 from ddp_runner.training.own_loop.net import AttachedModule, refuse_unfit
 from ddp_runner.training.own_loop.parts import LoopParts
-from ddp_runner.training.own_loop.steps import BETWEEN
 from ddp_runner.training.prepare import begin_start, prepare
 from ddp_runner.training.rank_client import engine_of
-from ddp_runner.values.generators import seed_all, seed_step
+from ddp_runner.values.generators import seed_all
 
 _Result = TypeVar("_Result")
 _Function = TypeVar("_Function", bound=Callable[[], Any])
@@ -286,23 +287,22 @@ class AttachedRun:
         parts, run_id, accumulate = self._prepared(
             batches, max_steps=max_steps, epochs=epochs, accumulate=accumulate
         )
-        kept = self._kept_ids()
+        is_kept = partial(_is_kept, self._kept_ids())
         self._variables = LoopVariables(
-            is_kept=lambda value: _is_kept(value, kept),
+            is_kept=is_kept,
             functions=lambda: [one.call for one in self._loop.recurring],
             modules=self._loop.kept.modules.values(),
             epochs=lambda: {parts.workload.length.epoch_of(self.step_number - n) for n in (0, 1)},
         )
+        kept = self._loop.kept
         held = HeldValues(
-            lambda: (
-                hidden_state(self._loop.kept.optimizers, self._loop.kept.others)
-                | self._loop.kept.not_in_states()
-            ),
-            is_apart=lambda value: _is_kept(value, kept),
+            lambda: hidden_state(kept.optimizers, kept.others) | kept.not_in_states(),
+            is_apart=is_kept,
         )
         self._watched.append((held, _CURE_OF_OPTIMIZERS))
-        parts.loader.watch = DataWatch(
-            watched_in(batches), is_kept=lambda value: _is_kept(value, kept), note=self._name_data
+        parts.loader.watch = DataWatch(watched_in(batches), is_kept=is_kept, note=self._name_data)
+        self._loop.between = BetweenSteps(
+            seed=self._settings.run.seed, rank=self.rank, is_kept=is_kept, note=self._name_data
         )
         self._client = LoopClient(parts, run_id, self._loop)
         self._held.callback(register_optimizer_step_pre_hook(self._before_update).remove)
@@ -365,8 +365,8 @@ class AttachedRun:
             assert self._state is not None, "there are steps"
             slot, step = self._runtime.slot, self._state.committed_step
             slot.stamp(Phase.EVALUATE, time.monotonic_ns())
-            seed_step(seed=self._settings.run.seed, step=step, rank=self.rank, micro_step=BETWEEN)
-            found = function()
+            with self._loop.between.drawing(step):
+                found = function()
             slot.count_done(step)
             self._state.calls += 1
             return found
@@ -638,7 +638,7 @@ class AttachedRun:
         self._held.__exit__(type(error), error, None)
 
 
-def _is_kept(value: Any, kept: set[int]) -> bool:
+def _is_kept(kept: set[int], value: Any) -> bool:
     """Return True for what is no variable of the loop: kept by its id, ours, or accelerate's wrapper of a kept optimizer.
 
     Other wrappers may have state of their own, as the slow weights of a Lookahead.

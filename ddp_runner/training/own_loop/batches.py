@@ -5,6 +5,7 @@ A process that comes late draws what is behind it and drops it, so it stands whe
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 import multiprocessing
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -36,7 +38,7 @@ from ddp_runner.data.loader import Loader
 from ddp_runner.kernel.rules.faults import Fault, FaultError, FaultKind, Origin
 from ddp_runner.kernel.values.nested import PLAIN, SENT, rebuilt, tensors_in
 from ddp_runner.training.components.tensor_hash import combined, tensor_hash
-from ddp_runner.training.exactness.held_values import DataWatch, owners_of
+from ddp_runner.training.exactness.held_values import DataWatch, owners_of, watched_in
 from ddp_runner.training.own_loop.misuse import misuse
 from ddp_runner.values.generators import seed_offset, seed_step
 
@@ -44,7 +46,9 @@ _ELEMENTS_READ = 100_000  # of an array, about, spread over all of it
 _SAYS_AFTER_S = 1.0  # that it draws what is behind
 _LOOKS_EVERY_S = 0.5  # for dead workers, while a batch of a DataLoader is awaited
 _NONE = object()
-_DRAWING = -2  # in the place of a micro-step, where a batch is drawn
+# In the place of a micro-step: where functions are called between steps, and where a batch is drawn.
+BETWEEN, _DRAWING = -1, -2
+_first_seeds: WeakKeyDictionary[torch.Generator, int] = WeakKeyDictionary()
 
 
 def leave_deaths_to_loaders() -> None:
@@ -62,6 +66,90 @@ def leave_deaths_to_loaders() -> None:
     awaits: Any = _MultiProcessingDataLoaderIter._try_get_data  # noqa: SLF001
     if awaits.__defaults__ == (MP_STATUS_CHECK_INTERVAL,):
         awaits.__defaults__ = (_LOOKS_EVERY_S,)
+
+
+def have_new_workers(loader: Any) -> None:
+    """Have the next pass over ``loader`` begin with new workers.
+
+    Those of an earlier pass would go on with random numbers that a process which came later does not have.
+    """
+    if getattr(loader, "persistent_workers", False):
+        loader._iterator = None  # noqa: SLF001 - there is no public name
+
+
+class BetweenSteps:
+    """Has what functions between steps draw depend on the step and the rank alone, not on what this process did before.
+
+    ``is_kept``, ``note``: as of :class:`DataWatch`, for data that such a function changes.
+    """
+
+    def __init__(
+        self,
+        *,
+        seed: int,
+        rank: int,
+        is_kept: Callable[[Any], bool],
+        note: Callable[[list[str]], object],
+    ) -> None:
+        self._seed, self._rank = seed, rank
+        self._is_kept, self._note = is_kept, note
+
+    @contextlib.contextmanager
+    def drawing(self, step: int) -> Iterator[None]:
+        """Seed the block. Each pass of it over a DataLoader begins with new workers and a generator seeded alike."""
+        begin, make = DataLoader.__iter__, DataLoader.__init__
+        known: set[int] = set()  # loaders that the block has made, or has begun
+        held: list[DataLoader[Any]] = []  # so that no other one gets the id
+        seed_step(seed=self._seed, step=step, rank=self._rank, micro_step=BETWEEN)
+        with contextlib.ExitStack() as behind:
+
+            def made(loader: DataLoader[Any], *args: Any, **named: Any) -> None:
+                known.add(id(loader))
+                held.append(loader)
+                make(loader, *args, **named)
+
+            def begun(loader: DataLoader[Any]) -> Any:
+                have_new_workers(loader)
+                if id(loader) not in known:
+                    known.add(id(loader))
+                    held.append(loader)
+                    behind.enter_context(self._pass_over(loader, step))
+                return begin(loader)
+
+            DataLoader.__iter__, DataLoader.__init__ = begun, made  # type: ignore[method-assign, assignment]
+            try:
+                yield
+            finally:
+                DataLoader.__iter__, DataLoader.__init__ = begin, make  # type: ignore[method-assign]
+
+    @contextlib.contextmanager
+    def _pass_over(self, loader: DataLoader[Any], step: int) -> Iterator[None]:
+        """Seed its generators, give them back as they were, and note what of its data has changed meanwhile."""
+
+        def note(names: list[str]) -> None:
+            self._note([f"{name} of an evaluation" for name in names])
+
+        generators = generators_in(loader)
+        states = [one.get_state() for one in generators]
+        with DataWatch(watched_in(loader), is_kept=self._is_kept, note=note).around_call():
+            for one in generators:
+                seed_offset(one, first=_first_seed(one), offset=step)
+            try:
+                yield
+            finally:
+                for one, state in zip(generators, states, strict=True):
+                    one.set_state(state)
+
+
+def generators_in(batches: Iterable[Any]) -> list[torch.Generator]:
+    """Return the generators that a loader and what it loads from draw from, each once."""
+    given = [getattr(owner, "generator", None) for owner in owners_of(batches).values()]
+    return list({id(one): one for one in given if isinstance(one, torch.Generator)}.values())
+
+
+def _first_seed(generator: torch.Generator) -> int:
+    """Return the seed that the program has given it: each pass has one that follows from it."""
+    return _first_seeds.setdefault(generator, generator.initial_seed())
 
 
 def length_of(batches: Iterable[Any], *, accumulate: int, max_steps: int, epochs: int) -> RunLength:
@@ -283,7 +371,6 @@ class OwnBatches:
         self._drawn: Iterator[Any] | None = None
         self._pass = 0
         self._next_step = -1  # which the iterator gives next; -1: there is none
-        self._first_seeds: dict[int, int] = {}  # of generators of the loop's own
         self._held_step = -1
         self._held: list[Any] = []
         self._looks: list[int] = []
@@ -319,8 +406,7 @@ class OwnBatches:
     def close(self) -> None:
         """End the iterator, and workers with it: they clean up after themselves where they are asked to end."""
         self._drawn = None
-        if getattr(self._batches, "persistent_workers", False):
-            self._batches._iterator = None  # type: ignore[attr-defined] # noqa: SLF001
+        have_new_workers(self._batches)
         self._batches = ()
         self._held = []
 
@@ -350,20 +436,14 @@ class OwnBatches:
                 "an iterator gives its batches once: pass what it comes from, such as a DataLoader"
             )
         self._drawn = None
-        # Workers that are kept would go on with their own random numbers, where new ones begin fresh.
-        if getattr(self._batches, "persistent_workers", False):
-            self._batches._iterator = None  # type: ignore[attr-defined] # noqa: SLF001
+        have_new_workers(self._batches)
         owners = owners_of(self._batches)
         for owner in owners.values():
             set_epoch = getattr(owner, "set_epoch", None)
             if callable(set_epoch):
                 set_epoch(number)
-        given = [getattr(owner, "generator", None) for owner in owners.values()]
-        for generator in {
-            id(one): one for one in given if isinstance(one, torch.Generator)
-        }.values():
-            first = self._first_seeds.setdefault(id(generator), generator.initial_seed())
-            seed_offset(generator, first=first, offset=number)
+        for generator in generators_in(self._batches):
+            seed_offset(generator, first=_first_seed(generator), offset=number)
         if self.watch is not None:
             self.watch.pass_begins()
         seed_step(seed=self._seed, step=number, rank=self._rank, micro_step=_DRAWING)

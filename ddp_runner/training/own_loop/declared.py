@@ -13,6 +13,7 @@ from torch import Tensor
 from ddp_runner.core.settings import DdpSettings
 from ddp_runner.core.step_schedule import RunLength
 from ddp_runner.training.components.sync_batchnorm import SyncedNorms
+from ddp_runner.training.own_loop.batches import BetweenSteps
 from ddp_runner.training.own_loop.kept import KeptObjects
 from ddp_runner.training.own_loop.misuse import misuse, program_files
 from ddp_runner.training.own_loop.net import AttachedModule
@@ -69,6 +70,7 @@ class OwnLoop:
     rehearses: bool | None = None
     calls_together: bool = False  # functions between steps
     is_between: bool = False  # in such a function
+    between: BetweenSteps = field(init=False)  # what they draw; there from steps() on
 
     def note_files(self) -> dict[str, str]:
         """Note the files of the program that were imported since the last call; return them with their hashes."""

@@ -59,7 +59,6 @@ _ONE_UPDATE = (
     " as in: if run.step_number % 2 == 0"
 )
 _COUNTED_TO = 4096  # steps, modulo which ranks show each other where they are: exact in float32
-BETWEEN = -1  # in the place of a micro-step, for functions that are called between steps
 
 
 class _Own(IntEnum):
@@ -358,13 +357,8 @@ class LoopSteps:
         own = [(one, one.clone()) for one in buffers if not is_spread(one)]
         for one in due:
             slot.stamp(Phase.EVALUATE, time.monotonic_ns())
-            seed_step(
-                seed=self._settings.run.seed,
-                step=step,
-                rank=self._group.rank,
-                micro_step=BETWEEN,
-            )
-            one.call()
+            with self._loop.between.drawing(step):
+                one.call()
             slot.count_done(step)
         for live, was in own:  # of a net that was not put into eval mode
             live.copy_(was)

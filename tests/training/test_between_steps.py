@@ -1,0 +1,115 @@
+"""What functions between the steps of a loop draw, whatever their process has done before."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from ddp_runner.training.own_loop.batches import BetweenSteps
+
+
+class Samples(Dataset):
+    """Each has random numbers of torch's, and the count of loads where ``counts``."""
+
+    def __init__(self, *, counts=False, own=False):
+        self.counts, self.loads = counts, 0
+        self.random = np.random.default_rng(1) if own else None
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        self.loads += self.counts
+        return index + torch.rand(()) + (0 if self.random is None else self.random.random())
+
+
+def seeded(seed=5):
+    return torch.Generator().manual_seed(seed)
+
+
+LOADERS = {
+    "plain": {},
+    "shuffled": {"shuffle": True},
+    "own generator": {"shuffle": True, "generator": seeded},
+    "workers": {"num_workers": 2},
+    "workers that stay": {"num_workers": 2, "persistent_workers": True},
+    "all": {"shuffle": True, "num_workers": 2, "persistent_workers": True, "generator": seeded},
+}
+
+
+class Process:
+    """A program as it has been started: a loader, and evaluations with it."""
+
+    def __init__(self, *, data=None, **options):
+        self.named = []
+        self.between = BetweenSteps(seed=7, rank=0, is_kept=lambda _: False, note=self.named.extend)
+        made = {key: one() if callable(one) else one for key, one in options.items()}
+        self.loader = DataLoader(data or Samples(), batch_size=2, **made)
+
+    def evaluated(self, step, passes=1):
+        with self.between.drawing(step):
+            return [torch.cat(list(self.loader)).tolist() for _ in range(passes)]
+
+
+@pytest.mark.parametrize("options", LOADERS.values(), ids=LOADERS)
+def test_a_new_process_draws_what_an_old_one_draws(options):
+    """Control: another step draws other numbers, and a second pass of one function, too."""
+    old, new = Process(**options), Process(**options)
+    first = old.evaluated(10)
+    assert old.evaluated(20, passes=2) == new.evaluated(20, passes=2)
+    assert first != new.evaluated(20)
+    assert len({tuple(one) for one in new.evaluated(30, passes=2)}) == 2
+    assert old.named == []
+
+
+def test_a_generator_is_given_back_as_it_was():
+    """Training may draw from it, too: as if nothing had been evaluated."""
+    generator = seeded()
+    process = Process(shuffle=True, generator=lambda: generator)
+    torch.rand(3, generator=generator)
+    before = generator.get_state()
+    process.evaluated(10)
+    assert torch.equal(generator.get_state(), before)
+    assert generator.initial_seed() == 5
+
+
+def test_a_loader_that_the_function_makes_is_left_as_it_is():
+    """One with a fixed seed is meant to give the same in each evaluation."""
+    process, seen = Process(), []
+    for step in (10, 20):
+        with process.between.drawing(step):
+            made = DataLoader(range(100), shuffle=True, generator=seeded())
+            seen.append([int(one) for one in made])
+    assert seen[0] == seen[1]
+
+
+def test_data_that_an_evaluation_changes_is_named():
+    """A new process lacks what earlier ones have changed; control: in workers, which are new each time, nothing is."""
+    for data, name in (
+        (Samples(counts=True), "`dataset.loads` of an evaluation"),
+        (Samples(own=True), "`dataset.random` of an evaluation"),
+    ):
+        process = Process(data=data)
+        process.evaluated(10)
+        assert process.named == [name]
+    process = Process(data=Samples(counts=True), num_workers=1, persistent_workers=True)
+    process.evaluated(10)
+    assert process.named == []
+
+
+def test_an_evaluation_that_fails_leaves_no_trace():
+    """DataLoaders of the program's are torch's own again, and a generator as it was."""
+    begin, make, generator = DataLoader.__iter__, DataLoader.__init__, seeded()
+    process = Process(shuffle=True, generator=lambda: generator)
+    before = generator.get_state()
+
+    def fail():
+        next(iter(process.loader))
+        raise KeyError
+
+    with pytest.raises(KeyError), process.between.drawing(10):
+        fail()
+    assert (DataLoader.__iter__, DataLoader.__init__) == (begin, make)
+    assert torch.equal(generator.get_state(), before)
