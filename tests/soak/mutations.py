@@ -162,7 +162,7 @@ MUTATIONS = (
         also="test_a_step_that_only_the_lost_rank_has_is_finished_by_others",
     ),
     _break("same-names", "world.group_count = 0", "pass"),
-    _break("gloo-fails-itself", "if rank != group.rank():", "if False:"),
+    _break("gloo-fails-itself", "if rank != backend.rank():", "if False:"),
     # supervisor
     _break("token-on-no-disk", "str(can_inject))", "str(can_inject), token)"),
     _break(
