@@ -502,6 +502,7 @@ def test_convolutions_lie_by_channels_last_where_asked(tmp_path, channels_last):
     assert first["model"]["0.weight"].stride() == weight.stride()
 
 
+@pytest.mark.filterwarnings("ignore:Please use the new API")  # torch 2.9, of its own function
 def test_how_exact_matrices_are_multiplied_is_the_task_s_unless_asked():
     """highest leaves what the task, or whoever called, has chosen."""
     before = torch.get_float32_matmul_precision()

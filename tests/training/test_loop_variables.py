@@ -742,10 +742,10 @@ def test_a_wrapper_of_a_kept_optimizer_is_no_variable():
     """A scheduler is one, though it has the optimizer as an attribute too."""
     optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    assert _is_kept(_Wrapper(optimizer), {id(optimizer)})
-    assert not _is_kept(_Wrapper(optimizer), set())
-    assert not _is_kept(schedule, {id(optimizer)})
-    assert not _is_kept(_Lookahead(optimizer), {id(optimizer)})
+    assert _is_kept({id(optimizer)}, _Wrapper(optimizer))
+    assert not _is_kept(set(), _Wrapper(optimizer))
+    assert not _is_kept({id(optimizer)}, schedule)
+    assert not _is_kept({id(optimizer)}, _Lookahead(optimizer))
 
 
 SLOW = """\

@@ -38,6 +38,7 @@ from ddp_runner.training.rank_context import TaskParts
 
 LOG_NAME = "drill.log"
 PROBLEM_CHARACTERS_MAX = 300
+_GONE = "its files were removed meanwhile, as the run has gone back to an earlier step or has ended"
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30}  # system calls without a function in the C library
 _IOPRIO_PROCESS, _IOPRIO_IDLE = 1, 3 << 13
 
@@ -87,17 +88,16 @@ def main(request: Fork, descriptors: list[int]) -> int:
         _report(channel, skipped(problem) if problem else drill)
         os._exit(0)
 
+    folder = at_launch(spec.folder)
     try:
-        folder = at_launch(spec.folder)
         if spec.program is not None:
             compare_loop(spec.program, settings, rank_info, folder=folder, logger=logger, end=end)
         found = compare(settings, rank_info, step=spec.step, folder=folder, logger=logger)
     except BaseException as error:  # noqa: BLE001 - the top of a process: no drill is worth a run
         traceback.print_exc()
         text = without_secrets(str(error), hidden)
-        found = skipped(
-            " ".join(f"{type(error).__name__}: {text}".split())[:PROBLEM_CHARACTERS_MAX]
-        )
+        problem = " ".join(f"{type(error).__name__}: {text}".split())[:PROBLEM_CHARACTERS_MAX]
+        found = skipped(problem if folder.is_dir() else _GONE)
     _report(channel, found)
     return 0
 

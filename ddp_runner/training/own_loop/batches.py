@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -48,7 +47,8 @@ _LOOKS_EVERY_S = 0.5  # for dead workers, while a batch of a DataLoader is await
 _NONE = object()
 # In the place of a micro-step: where functions are called between steps, and where a batch is drawn.
 BETWEEN, _DRAWING = -1, -2
-_first_seeds: WeakKeyDictionary[torch.Generator, int] = WeakKeyDictionary()
+# By id; with the generator, so that no other one gets the id: torch before 2.13 has no weak references to one.
+_first_seeds: dict[int, tuple[torch.Generator, int]] = {}
 
 
 def leave_deaths_to_loaders() -> None:
@@ -149,7 +149,7 @@ def generators_in(batches: Iterable[Any]) -> list[torch.Generator]:
 
 def _first_seed(generator: torch.Generator) -> int:
     """Return the seed that the program has given it: each pass has one that follows from it."""
-    return _first_seeds.setdefault(generator, generator.initial_seed())
+    return _first_seeds.setdefault(id(generator), (generator, generator.initial_seed()))[1]
 
 
 def length_of(batches: Iterable[Any], *, accumulate: int, max_steps: int, epochs: int) -> RunLength:
