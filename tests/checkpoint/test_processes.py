@@ -225,7 +225,8 @@ def test_a_script_that_ends_by_an_error_still_finishes_its_last_save(tmp_path):
         capture_output=True, text=True, check=False, timeout=200,
     )  # fmt: skip
     assert ended.returncode == 1
-    assert ended.stderr.splitlines()[-1] == "ValueError: the script ends here"
+    # torch 2.15 may say behind it what of its own was not freed.
+    assert "ValueError: the script ends here" in ended.stderr.splitlines()
     loaded = CheckpointStore(saved, keep_last=1).load()
     assert loaded.manifest.step == 7
     assert list(saved.glob(".*")) == []
