@@ -68,11 +68,20 @@ class _Record:
 
 @dataclass(slots=True, kw_only=True)
 class _Alarm:
-    """A warning or error that was shown, and what came of it since."""
+    """A warning or error that was shown as said by ``of``, and what came of it since."""
 
     shown_at_s: float
+    of: frozenset[int]
     ranks: set[int] = field(default_factory=set)
     held_back: int = 0
+
+    def is_news(self, level: str) -> bool:
+        """Return False if nothing was held back but a warning of ranks that had not said it: what one says, most say."""
+        is_each_once = self.held_back == len(self.ranks) and not self.ranks & self.of
+        return bool(self.held_back) and not (level == "WARNING" and is_each_once)
+
+
+Alarms = OrderedDict[tuple[str, str], _Alarm]  # by level and text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +106,7 @@ class LogTail:
     whose is to be shown.
     With ``from_end`` what stands in the files now is not shown; a file that appears later is
     shown from its start. Of the first rank the next ``shown_bytes`` are not shown either. ``kept_in`` is
-    the log in which the lines of a memory file are kept.
+    the log in which the lines of a memory file are kept. ``alarms``: what a tail of the same run has shown before.
     """
 
     def __init__(
@@ -109,6 +118,7 @@ class LogTail:
         from_end: bool = True,
         shown_bytes: int = 0,
         kept_in: str = "",
+        alarms: Alarms | None = None,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         paths = [where / f"rank_{rank}.log" for rank in ranks] if isinstance(where, Path) else where
@@ -125,7 +135,7 @@ class LogTail:
         self._shows = shows
         self._held_back: set[int] = set()  # ranks of which nothing more is shown
         self._now_s = now_s
-        self._alarms: OrderedDict[tuple[str, str], _Alarm] = OrderedDict()
+        self._alarms: Alarms = OrderedDict() if alarms is None else alarms
 
     def poll(self) -> list[ConsoleLine]:
         """Return the new lines since the last poll; a bounded number, and without blocking."""
@@ -217,7 +227,7 @@ class LogTail:
             known.held_back += len(ranks)
             known.ranks.update(ranks)
             return []
-        first = _Alarm(shown_at_s=now_s)
+        first = _Alarm(shown_at_s=now_s, of=frozenset(ranks))
         first.held_back = len(ranks) - len(set(ranks))
         first.ranks.update(ranks if first.held_back else ())
         self._alarms[level, text] = first
@@ -233,12 +243,13 @@ class LogTail:
             if not (final or crowded or now_s - alarm.shown_at_s >= REPEAT_WINDOW_S):
                 continue
             del self._alarms[level, text]
-            if alarm.held_back:
+            if alarm.is_news(level):
                 times = "once more" if alarm.held_back == 1 else f"{alarm.held_back:,} times more"
                 note = _with_note(text.split("\n")[0], f"{rank_list(alarm.ranks)}, {times}")
                 shown.append(ConsoleLine(rank=min(alarm.ranks), level=level, text=note))
                 if not final:
-                    self._alarms[level, text] = _Alarm(shown_at_s=now_s)
+                    said = alarm.of | alarm.ranks
+                    self._alarms[level, text] = _Alarm(shown_at_s=now_s, of=said)
         return shown
 
 

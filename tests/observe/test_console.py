@@ -133,6 +133,21 @@ def test_the_same_warning_of_several_ranks_is_one_line(tmp_path, follow):
     assert follower.poll() == [("WARNING", "slow disk (ranks 0-3, step 3)")]
 
 
+def test_a_warning_that_each_rank_gives_once_is_shown_once(tmp_path, follow):
+    """Also where one rank is later than another; an error, and a second warning of one rank, are counted."""
+    follower = follow(ranks=2)
+    for level in ("WARNING", "ERROR"):
+        append(tmp_path, 0, record(level, "slow disk", rank=0))
+        assert follower.poll() == [(level, "slow disk (rank 0)")]
+        append(tmp_path, 1, record(level, "slow disk", rank=1))
+        assert follower.poll() == []
+    assert follower.drain() == [("ERROR", "slow disk (rank 1, once more)")]
+    append(tmp_path, 0, record("WARNING", "slow disk", rank=0))
+    assert follower.poll() == [("WARNING", "slow disk (rank 0)")]
+    append(tmp_path, 1, record("WARNING", "slow disk", rank=1) * 2)
+    assert follower.drain() == [("WARNING", "slow disk (rank 1, 2 times more)")]
+
+
 def test_an_identical_warning_is_held_back_and_counted(tmp_path, follow):
     """Within the window a repeated warning is silent; then its count comes; others pass."""
     follower = follow()

@@ -840,7 +840,8 @@ def evaluate():
     model.eval()
     cross_entropy(model(x), x.argmax(1)).item()
 
-for inputs, labels in run.steps(run.loader(data, batch_size=4), max_steps=14):
+alike = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
+for inputs, labels in run.steps(alike, max_steps=14):
     with run.step():
         cross_entropy(net(inputs), labels).backward()
         optimizer.step()
@@ -854,12 +855,16 @@ if run.is_first:
 
 
 def test_a_loop_that_stays_in_eval_mode_stays_so(tmp_path):
-    """After its first evaluation, in a rank that is replaced and after a resume too."""
+    """After its first evaluation, in a rank that is replaced and after a resume too.
+
+    Each rank gives the same warning of its data before the first step: it is shown once.
+    """
     own = tmp_path / "rests.py"
     own.write_text(RESTS, encoding="utf-8")
     (tmp_path / "without").mkdir()
     with run_loop(tmp_path / "without", loop=own) as run:
         assert run.wait() == 0, run.console
+        assert run.console.count("the DataLoader gives every rank all samples") == 1
     (tmp_path / "stop_6").touch()
     with run_loop(tmp_path, loop=own) as run:
         assert run.wait() == ExitCode.PREEMPTED, run.console

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +17,7 @@ from ddp_runner.kernel.rules.secrets import hidden_texts, without_secrets
 from ddp_runner.kernel.system.run_files import is_regular, not_written, replace_file
 from ddp_runner.kernel.wire.events import Event
 from ddp_runner.kernel.wire.messages import brief
-from ddp_runner.observe.console import ConsoleLine, LogTail, Shown, hidden_levels
+from ddp_runner.observe.console import Alarms, ConsoleLine, LogTail, Shown, hidden_levels
 from ddp_runner.observe.display import make_display
 from ddp_runner.observe.files import LineFile, Outage, Warn, encode_record
 from ddp_runner.observe.journal import Journal, MetricsFile
@@ -32,7 +33,14 @@ class _Files:
     """The open files, once the directories are claimed."""
 
     def __init__(
-        self, settings: Settings, *, ranks: int, warn: Warn, seal: str, shown_bytes: int
+        self,
+        settings: Settings,
+        *,
+        ranks: int,
+        warn: Warn,
+        seal: str,
+        shown_bytes: int,
+        alarms: Alarms,
     ) -> None:
         directory = Path(settings.run.log_dir)
         self.logger = _logger(directory / "supervisor.log", debug=settings.run.debug, warn=warn)
@@ -44,6 +52,7 @@ class _Files:
             ranks=range(ranks),
             shows=Shown(hidden=hidden_levels(settings), seal=seal),
             shown_bytes=shown_bytes,
+            alarms=alarms,
         )
         self.summary_path = directory / "summary.json"
 
@@ -78,6 +87,7 @@ class Outputs:
         self.hidden: tuple[str, ...] = hidden_texts(of_tasks, os.environ)
         self._settings = settings
         self._ranks = ranks
+        self.alarms: Alarms = OrderedDict()  # of all ranks, from the first line of the start on
         self._files: _Files | None = None
         self._keeps_result = False
         self._held: list[tuple[str, str]] = []
@@ -106,6 +116,7 @@ class Outputs:
             warn=self.warn_console,
             seal=self._seal,
             shown_bytes=shown_bytes,
+            alarms=self.alarms,
         )
         for level, text in self._held:
             self._log(level, text)

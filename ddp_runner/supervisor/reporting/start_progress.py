@@ -180,7 +180,11 @@ class Start:
         kept_in = "supervisor.log" if has_no_log else "rank_0.log"
         seal = self._node.log_seal
         tail = LogTail(
-            [output], ranks=[0], shows=Shown(hidden=self._hidden, seal=seal), kept_in=kept_in
+            [output],
+            ranks=[0],
+            shows=Shown(hidden=self._hidden, seal=seal),
+            kept_in=kept_in,
+            alarms=self._recorder.outputs.alarms,
         )
         whole = FollowedMemory(output) if has_no_log else None
         new = _Follow(who=who, tail=tail, whole=whole)
