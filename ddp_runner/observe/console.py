@@ -90,13 +90,15 @@ class Shown:
 
     ``ranks``: by their place in the tail, from 0, the ranks of which more than warnings is shown. Only lines with
     ``seal`` are records; others that look like one are a task's output. ``hidden``: levels of records that are left out.
-    ``marks_lines``: each raw line stands behind ``[default0]:``, as torchrun has it.
+    ``marks_lines``: each raw line stands behind ``[default0]:``, as torchrun has it. ``alarms``: the warnings and errors
+    that were shown, also by the tail before this one.
     """
 
     hidden: Collection[str] = _HIDDEN["normal"]
     seal: str = ""
     ranks: Collection[int] = (0,)
     marks_lines: bool = False
+    alarms: Alarms = field(default_factory=OrderedDict)
 
 
 class LogTail:
@@ -106,7 +108,7 @@ class LogTail:
     whose is to be shown.
     With ``from_end`` what stands in the files now is not shown; a file that appears later is
     shown from its start. Of the first rank the next ``shown_bytes`` are not shown either. ``kept_in`` is
-    the log in which the lines of a memory file are kept. ``alarms``: what a tail of the same run has shown before.
+    the log in which the lines of a memory file are kept.
     """
 
     def __init__(
@@ -118,7 +120,6 @@ class LogTail:
         from_end: bool = True,
         shown_bytes: int = 0,
         kept_in: str = "",
-        alarms: Alarms | None = None,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         paths = [where / f"rank_{rank}.log" for rank in ranks] if isinstance(where, Path) else where
@@ -135,7 +136,7 @@ class LogTail:
         self._shows = shows
         self._held_back: set[int] = set()  # ranks of which nothing more is shown
         self._now_s = now_s
-        self._alarms: Alarms = OrderedDict() if alarms is None else alarms
+        self._alarms = shows.alarms
 
     def poll(self) -> list[ConsoleLine]:
         """Return the new lines since the last poll; a bounded number, and without blocking."""

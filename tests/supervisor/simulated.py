@@ -12,6 +12,7 @@ import os
 import random
 import selectors
 import signal
+from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -113,6 +114,7 @@ class Outputs:
     hidden = ()
 
     def __init__(self):
+        self.alarms = OrderedDict()
         self.written = []
         self.said = []
         self.may_write = False

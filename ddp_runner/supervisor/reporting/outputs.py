@@ -50,9 +50,8 @@ class _Files:
         self.tail = LogTail(
             directory,
             ranks=range(ranks),
-            shows=Shown(hidden=hidden_levels(settings), seal=seal),
+            shows=Shown(hidden=hidden_levels(settings), seal=seal, alarms=alarms),
             shown_bytes=shown_bytes,
-            alarms=alarms,
         )
         self.summary_path = directory / "summary.json"
 

@@ -179,13 +179,8 @@ class Start:
         has_no_log = who[0] == "zygote"
         kept_in = "supervisor.log" if has_no_log else "rank_0.log"
         seal = self._node.log_seal
-        tail = LogTail(
-            [output],
-            ranks=[0],
-            shows=Shown(hidden=self._hidden, seal=seal),
-            kept_in=kept_in,
-            alarms=self._recorder.outputs.alarms,
-        )
+        shows = Shown(hidden=self._hidden, seal=seal, alarms=self._recorder.outputs.alarms)
+        tail = LogTail([output], ranks=[0], shows=shows, kept_in=kept_in)
         whole = FollowedMemory(output) if has_no_log else None
         new = _Follow(who=who, tail=tail, whole=whole)
         self._show(new)
