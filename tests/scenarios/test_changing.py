@@ -61,3 +61,17 @@ def test_a_step_that_cannot_be_repeated_is_reported_or_ends_all(tmp_path):
     ) as run:
         assert run.wait() == 1, run.console
     assert "the first step cannot be repeated" in run.console
+
+
+def test_a_first_step_that_is_interrupted_is_rehearsed_again(tmp_path):
+    """A rank is lost while the step is rehearsed: the ranks compare it after the repair."""
+    kill = ("--inject", "kill:rank=0,step=0", "--no-proof")
+    with Run(
+        tmp_path, *SETTINGS, *kill, NO_SPARE, "num_workers=0", task=f"{TASKS}:HasAGlobal"
+    ) as run:
+        assert run.wait() == 0, run.console
+    assert len(run.summary()["faults"]) == 1
+    assert run.summary()["exact"] is False
+    assert any(
+        "the first step cannot be repeated" in one for one in run.summary()["inexact_reasons"]
+    )

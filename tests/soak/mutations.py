@@ -127,6 +127,11 @@ MUTATIONS = (
     _break("nobody-inside-while-aborting", "with self._inside:", "if True:"),
     _break("nobody-waits-inside-gloo", "if self._is_aborted.is_set():", "if False:"),
     _break("nobody-waits-inside-gloo", "work.wait(_LOOK_EVERY)", "work.wait()"),
+    _break(
+        "unanswered-is-asked-again",
+        "state.is_rehearsed, self._is_first = False, True",
+        "state.is_rehearsed, self._is_first = True, True",
+    ),
     _break("late-alone", "with waiting_for_peers(self.slot):", "if True:"),
     _break(
         "duplicates-now",
