@@ -75,6 +75,20 @@ def test_a_generator_is_given_back_as_it_was():
     assert generator.initial_seed() == 5
 
 
+def test_a_seed_that_the_function_gives_a_generator_counts():
+    """Whatever the process has evaluated before: by a seed of each evaluation, or by one of all."""
+    for seed_of in (lambda step: step, lambda _: 3):
+        seen = []
+        for steps in ((10, 20, 30), (30,)):
+            generator = seeded()
+            process = Process(shuffle=True, generator=lambda one=generator: one)
+            for step in steps:
+                generator.manual_seed(seed_of(step))
+                drawn = process.evaluated(step)
+            seen.append(drawn)
+        assert seen[0] == seen[1]
+
+
 def test_a_loader_that_the_function_makes_is_left_as_it_is():
     """One with a fixed seed is meant to give the same in each evaluation."""
     process, seen = Process(), []

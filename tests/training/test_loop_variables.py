@@ -137,6 +137,13 @@ CARRIED = {
         + HEAD
         + "net(batch + torch.randn(2, generator=rng)).sum().backward()",
     ),
+    "a generator that some steps seed": (
+        "rng",
+        "rng = torch.Generator()\n"
+        + HEAD
+        + "if run.step_number > 3: rng.manual_seed(run.step_number)\n"
+        "        net(batch + torch.randn(2, generator=rng)).sum().backward()",
+    ),
     "a prefetched batch": (
         "ahead",
         "more = iter(loader)\nahead = next(more)\n" + HEAD + "now, ahead = ahead, next(more)\n"
@@ -240,6 +247,12 @@ CARRIED = {
 }
 # Each of these changes from step to step too, and none is said.
 HARMLESS = {
+    "a generator that each step seeds": "rng = torch.Generator()\n"
+    + HEAD
+    + "rng.manual_seed(run.step_number); net(batch + torch.randn(2, generator=rng)).sum().backward()",
+    "a generator of Python's that each step seeds": "rng = random.Random(0)\n"
+    + HEAD
+    + "rng.seed(run.step_number); net(batch * rng.random()).sum().backward()",
     "loss and outputs": HEAD
     + "out = net(batch)\n        loss = out.sum()\n        loss.backward()",
     "a timer": "t0 = time.time()\n" + HEAD + "net(batch).sum().backward()\n"
@@ -742,10 +755,10 @@ def test_a_wrapper_of_a_kept_optimizer_is_no_variable():
     """A scheduler is one, though it has the optimizer as an attribute too."""
     optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    assert _is_kept(_Wrapper(optimizer), {id(optimizer)})
-    assert not _is_kept(_Wrapper(optimizer), set())
-    assert not _is_kept(schedule, {id(optimizer)})
-    assert not _is_kept(_Lookahead(optimizer), {id(optimizer)})
+    assert _is_kept({id(optimizer)}, _Wrapper(optimizer))
+    assert not _is_kept(set(), _Wrapper(optimizer))
+    assert not _is_kept({id(optimizer)}, schedule)
+    assert not _is_kept({id(optimizer)}, _Lookahead(optimizer))
 
 
 SLOW = """\

@@ -48,7 +48,8 @@ _LOOKS_EVERY_S = 0.5  # for dead workers, while a batch of a DataLoader is await
 _NONE = object()
 # In the place of a micro-step: where functions are called between steps, and where a batch is drawn.
 BETWEEN, _DRAWING = -1, -2
-_first_seeds: WeakKeyDictionary[torch.Generator, int] = WeakKeyDictionary()
+# Of the generators of the training batches: the program's seed, and the one of the newest pass.
+_seeds: WeakKeyDictionary[torch.Generator, tuple[int, int]] = WeakKeyDictionary()
 
 
 def leave_deaths_to_loaders() -> None:
@@ -133,7 +134,7 @@ class BetweenSteps:
         states = [one.get_state() for one in generators]
         with DataWatch(watched_in(loader), is_kept=self._is_kept, note=note).around_call():
             for one in generators:
-                seed_offset(one, first=_first_seed(one), offset=step)
+                seed_offset(one, first=_programs_seed(one), offset=step)
             try:
                 yield
             finally:
@@ -147,9 +148,17 @@ def generators_in(batches: Iterable[Any]) -> list[torch.Generator]:
     return list({id(one): one for one in given if isinstance(one, torch.Generator)}.values())
 
 
-def _first_seed(generator: torch.Generator) -> int:
-    """Return the seed that the program has given it: each pass has one that follows from it."""
-    return _first_seeds.setdefault(generator, generator.initial_seed())
+def _note_seeds(batches: Iterable[Any]) -> None:
+    """Note the seeds that the program has given the generators, before a pass or a function between steps gives others."""
+    for one in generators_in(batches):
+        _seeds.setdefault(one, (one.initial_seed(), one.initial_seed()))
+
+
+def _programs_seed(generator: torch.Generator) -> int:
+    """Return the newest seed that the program has given a generator, which a function between steps may have changed."""
+    now = generator.initial_seed()
+    first, of_pass = _seeds.get(generator, (now, now))
+    return first if now == of_pass else now
 
 
 def length_of(batches: Iterable[Any], *, accumulate: int, max_steps: int, epochs: int) -> RunLength:
@@ -358,6 +367,7 @@ class OwnBatches:
         ``warn``: of what cannot be copied for a step that is done again.
         """
         self._batches = given.batches
+        _note_seeds(self._batches)
         self._length = given.length
         self._accumulate = given.accumulate
         self._has_length = _count_of(given.batches) is not None
@@ -437,13 +447,16 @@ class OwnBatches:
             )
         self._drawn = None
         have_new_workers(self._batches)
+        # Before set_epoch(), which may give them seeds of its own.
+        _note_seeds(self._batches)
+        for generator in generators_in(self._batches):
+            seed_offset(generator, first=_seeds[generator][0], offset=number)
+            _seeds[generator] = (_seeds[generator][0], generator.initial_seed())
         owners = owners_of(self._batches)
         for owner in owners.values():
             set_epoch = getattr(owner, "set_epoch", None)
             if callable(set_epoch):
                 set_epoch(number)
-        for generator in generators_in(self._batches):
-            seed_offset(generator, first=_first_seed(generator), offset=number)
         if self.watch is not None:
             self.watch.pass_begins()
         seed_step(seed=self._seed, step=number, rank=self._rank, micro_step=_DRAWING)
