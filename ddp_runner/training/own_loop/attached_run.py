@@ -41,13 +41,13 @@ from ddp_runner.training.figures.train_report import TrainReport
 from ddp_runner.training.loading.loaders import waiting
 from ddp_runner.training.local_state.by_value import KeptLocally
 from ddp_runner.training.own_loop.batches import (
-    BetweenSteps,
     GivenBatches,
     KeptLoader,
     length_of,
     why_alike,
     why_spawned,
 )
+from ddp_runner.training.own_loop.between_steps import BetweenSteps
 from ddp_runner.training.own_loop.client import LoopClient, LoopSetup
 from ddp_runner.training.own_loop.declared import KEEP_LOCAL, OwnLoop, Recurring, RepeatStep
 from ddp_runner.training.own_loop.kept import KeptState
@@ -304,6 +304,7 @@ class AttachedRun:
         self._loop.between = BetweenSteps(
             seed=self._settings.run.seed, rank=self.rank, is_kept=is_kept, note=self._name_data
         )
+        self._loop.between.training = batches
         self._client = LoopClient(parts, run_id, self._loop)
         self._held.callback(register_optimizer_step_pre_hook(self._before_update).remove)
         # Where the program ends in the midst of it: before multiprocessing waits for a loader's workers.

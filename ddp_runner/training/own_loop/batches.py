@@ -5,7 +5,6 @@ A process that comes late draws what is behind it and drops it, so it stands whe
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import hashlib
 import multiprocessing
@@ -29,7 +28,7 @@ from torch.utils.data import (
     Subset,
 )
 from torch.utils.data._utils import MP_STATUS_CHECK_INTERVAL, signal_handling
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter
 
 from ddp_runner.core.settings import Settings
 from ddp_runner.core.step_schedule import RunLength
@@ -38,7 +37,7 @@ from ddp_runner.data.loader import Loader
 from ddp_runner.kernel.rules.faults import Fault, FaultError, FaultKind, Origin
 from ddp_runner.kernel.values.nested import PLAIN, SENT, rebuilt, tensors_in
 from ddp_runner.training.components.tensor_hash import combined, tensor_hash
-from ddp_runner.training.exactness.held_values import DataWatch, owners_of, watched_in
+from ddp_runner.training.exactness.held_values import DataWatch, owners_of
 from ddp_runner.training.own_loop.misuse import misuse
 from ddp_runner.values.generators import seed_offset, seed_step
 
@@ -78,68 +77,24 @@ def have_new_workers(loader: Any) -> None:
         loader._iterator = None  # noqa: SLF001 - there is no public name
 
 
-class BetweenSteps:
-    """Has what functions between steps draw depend on the step and the rank alone, not on what this process did before.
+def keeps_iterator(loader: Any) -> bool:
+    """Return True for a loader of a subclass that goes on with one iterator in each pass, so that its workers stay."""
+    return bool(_kept_iterators(loader))
 
-    ``is_kept``, ``note``: as of :class:`DataWatch`, for data that such a function changes.
-    """
 
-    def __init__(
-        self,
-        *,
-        seed: int,
-        rank: int,
-        is_kept: Callable[[Any], bool],
-        note: Callable[[list[str]], object],
-    ) -> None:
-        self._seed, self._rank = seed, rank
-        self._is_kept, self._note = is_kept, note
+def have_new_iterator(loader: Any) -> None:
+    """Have such a loader begin its next pass with a new iterator, as it was made by its constructor."""
+    for name in _kept_iterators(loader):
+        have_new_workers(loader)  # which may have the same one
+        object.__setattr__(loader, name, None)  # ends the workers
+        object.__setattr__(loader, name, DataLoader.__iter__(loader))
 
-    @contextlib.contextmanager
-    def drawing(self, step: int) -> Iterator[None]:
-        """Seed the block. Each pass of it over a DataLoader begins with new workers and a generator seeded alike."""
-        begin, make = DataLoader.__iter__, DataLoader.__init__
-        known: set[int] = set()  # loaders that the block has made, or has begun
-        held: list[DataLoader[Any]] = []  # so that no other one gets the id
-        seed_step(seed=self._seed, step=step, rank=self._rank, micro_step=BETWEEN)
-        with contextlib.ExitStack() as behind:
 
-            def made(loader: DataLoader[Any], *args: Any, **named: Any) -> None:
-                known.add(id(loader))
-                held.append(loader)
-                make(loader, *args, **named)
-
-            def begun(loader: DataLoader[Any]) -> Any:
-                have_new_workers(loader)
-                if id(loader) not in known:
-                    known.add(id(loader))
-                    held.append(loader)
-                    behind.enter_context(self._pass_over(loader, step))
-                return begin(loader)
-
-            DataLoader.__iter__, DataLoader.__init__ = begun, made  # type: ignore[method-assign, assignment]
-            try:
-                yield
-            finally:
-                DataLoader.__iter__, DataLoader.__init__ = begin, make  # type: ignore[method-assign]
-
-    @contextlib.contextmanager
-    def _pass_over(self, loader: DataLoader[Any], step: int) -> Iterator[None]:
-        """Seed its generators, give them back as they were, and note what of its data has changed meanwhile."""
-
-        def note(names: list[str]) -> None:
-            self._note([f"{name} of an evaluation" for name in names])
-
-        generators = generators_in(loader)
-        states = [one.get_state() for one in generators]
-        with DataWatch(watched_in(loader), is_kept=self._is_kept, note=note).around_call():
-            for one in generators:
-                seed_offset(one, first=_programs_seed(one), offset=step)
-            try:
-                yield
-            finally:
-                for one, state in zip(generators, states, strict=True):
-                    one.set_state(state)
+def _kept_iterators(loader: Any) -> list[str]:
+    held = vars(loader).items() if isinstance(loader, DataLoader) else ()
+    return [
+        name for name, one in held if isinstance(one, _BaseDataLoaderIter) and name != "_iterator"
+    ]
 
 
 def generators_in(batches: Iterable[Any]) -> list[torch.Generator]:
@@ -154,7 +109,7 @@ def _note_seeds(batches: Iterable[Any]) -> None:
         _seeds.setdefault(one, (one.initial_seed(), one.initial_seed()))
 
 
-def _programs_seed(generator: torch.Generator) -> int:
+def programs_seed(generator: torch.Generator) -> int:
     """Return the newest seed that the program has given a generator, which a function between steps may have changed."""
     now = generator.initial_seed()
     first, of_pass = _seeds.get(generator, (now, now))
@@ -460,6 +415,7 @@ class OwnBatches:
         if self.watch is not None:
             self.watch.pass_begins()
         seed_step(seed=self._seed, step=number, rank=self._rank, micro_step=_DRAWING)
+        have_new_iterator(self._batches)
         self._drawn = iter(self._batches)
         self._pass = number
 
