@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from ddp_runner.training.own_loop.between_steps import BetweenSteps
+from ddp_runner.values.generators import seed_host
 from tests.training.test_own_loop import own_batches
 
 
@@ -150,7 +153,7 @@ class Again:
 
 
 @pytest.mark.parametrize("options", LOADERS.values(), ids=LOADERS)
-def test_a_loader_that_keeps_its_iterator_begins_anew(options):
+def test_a_loader_that_keeps_its_iterator_begins_with_a_new_one(options):
     """In a function between steps, and at each epoch of the steps."""
     made = [{key: one() if callable(one) else one for key, one in options.items()} for _ in "on"]
     old, new = (KeepsIterator(Samples(), batch_size=2, **one) for one in made)
@@ -173,6 +176,37 @@ def test_a_loader_that_keeps_its_iterator_begins_anew(options):
     drawn = [early.take(step)[0] for step in range(6)]
     assert torch.equal(late.take(4)[0], drawn[4])
     assert named == []
+
+
+class Pairs:
+    """Of two loaders, as for labels that only some samples have."""
+
+    def __init__(self, *loaders):
+        self.loaders = loaders
+
+    def __iter__(self):
+        return zip(*self.loaders, strict=True)
+
+    def __len__(self):
+        return len(self.loaders[0])
+
+
+@pytest.mark.parametrize("options", LOADERS.values(), ids=LOADERS)
+def test_the_loop_s_other_passes_begin_alike_in_each_process(options):
+    """Those over loaders within the batches, and those that the loop's own code makes at a step."""
+
+    def seen(*steps):
+        process, inner = Process(**options), Process(**options)
+        batches = own_batches(Pairs(inner.loader, process.loader))
+        with process.between.around_loop(batches, run := SimpleNamespace(step_number=0)):
+            for run.step_number in steps:
+                drawn = batches.take(run.step_number)
+                seed_host(run.step_number)
+                judged = torch.cat(list(process.loader)).tolist()
+        return [one.tolist() for one in drawn[0]], judged
+
+    assert seen(0, 1, 2, 3, 4, 5, 6, 7) == seen(7)
+    assert seen(2)[1] != seen(7)[1]
 
 
 DATA = Samples(counts=True)

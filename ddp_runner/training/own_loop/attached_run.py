@@ -304,9 +304,9 @@ class AttachedRun:
         self._loop.between = BetweenSteps(
             seed=self._settings.run.seed, rank=self.rank, is_kept=is_kept, note=self._name_data
         )
-        self._loop.between.training = batches
         self._client = LoopClient(parts, run_id, self._loop)
         self._held.callback(register_optimizer_step_pre_hook(self._before_update).remove)
+        self._held.enter_context(self._loop.between.around_loop(parts.loader, self))
         # Where the program ends in the midst of it: before multiprocessing waits for a loader's workers.
         atexit.register(self._leave)
         self._engine = self._held.enter_context(engine_of(self._client, parts))

@@ -39,7 +39,7 @@ from ddp_runner.kernel.values.nested import PLAIN, SENT, rebuilt, tensors_in
 from ddp_runner.training.components.tensor_hash import combined, tensor_hash
 from ddp_runner.training.exactness.held_values import DataWatch, owners_of
 from ddp_runner.training.own_loop.misuse import misuse
-from ddp_runner.values.generators import seed_offset, seed_step
+from ddp_runner.values.generators import mix64, seed_offset, seed_step
 
 _ELEMENTS_READ = 100_000  # of an array, about, spread over all of it
 _SAYS_AFTER_S = 1.0  # that it draws what is behind
@@ -107,6 +107,13 @@ def _note_seeds(batches: Iterable[Any]) -> None:
     """Note the seeds that the program has given the generators, before a pass or a function between steps gives others."""
     for one in generators_in(batches):
         _seeds.setdefault(one, (one.initial_seed(), one.initial_seed()))
+
+
+def seed_pass(generator: torch.Generator, step: int) -> None:
+    """Seed it for a pass outside of functions between steps, so that a seed of the program's is never taken for this one."""
+    first = programs_seed(generator)
+    generator.manual_seed(mix64(mix64(first) + step) % 2**63)
+    _seeds[generator] = (first, generator.initial_seed())
 
 
 def programs_seed(generator: torch.Generator) -> int:
@@ -340,6 +347,9 @@ class OwnBatches:
         self._held: list[Any] = []
         self._looks: list[int] = []
         self.waited_s = 0.0  # for the newest step
+        self.at_step = (
+            -1
+        )  # whose batches are drawn, or the number of the pass that begins; -1: neither
         self.watch: DataWatch | None = None
 
     def take(self, step: int) -> list[Any]:
@@ -347,7 +357,10 @@ class OwnBatches:
         began_s = time.monotonic()
         if self._held_step != step or self._looks != _versions(self._held):
             self._held_step = -1
-            self._held = self._draw(step)
+            try:
+                self._held = self._draw(step)
+            finally:
+                self.at_step = -1
             self._held_step, self._looks = step, _versions(self._held)
         self.waited_s = time.monotonic() - began_s
         return [_handed(one, on_shared=self._say_shared) for one in self._held]
@@ -359,6 +372,11 @@ class OwnBatches:
                 f"the batches hold a {kind}, which cannot be copied: a body must not change it, or a step that is"
                 " done again begins with it changed"
             )
+
+    @property
+    def given(self) -> Iterable[Any]:
+        """Return what the steps were given."""
+        return self._batches
 
     @property
     def worker_pids(self) -> tuple[int, ...]:
@@ -416,6 +434,7 @@ class OwnBatches:
             self.watch.pass_begins()
         seed_step(seed=self._seed, step=number, rank=self._rank, micro_step=_DRAWING)
         have_new_iterator(self._batches)
+        self.at_step = number
         self._drawn = iter(self._batches)
         self._pass = number
 
@@ -425,6 +444,7 @@ class OwnBatches:
             self.watch.draws()
         # What is loaded in this process draws from the global generators.
         seed_step(seed=self._seed, step=self._next_step, rank=self._rank, micro_step=_DRAWING)
+        self.at_step = self._next_step
         self._alive()  # raises where this rank is to leave: nothing is drawn then
         try:
             found = [self._draw_one() for _ in range(self._accumulate)]

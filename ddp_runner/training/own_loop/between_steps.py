@@ -7,8 +7,8 @@ import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FunctionType, MethodType, ModuleType
-from typing import Any
-from weakref import WeakKeyDictionary, ref
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ from ddp_runner.training.own_loop.batches import (
     have_new_workers,
     keeps_iterator,
     programs_seed,
+    seed_pass,
 )
 from ddp_runner.training.own_loop.static_values import within_wrappers
 from ddp_runner.values.generators import seed_offset, seed_step
@@ -38,6 +39,11 @@ _OBJECTS_MAX = 1_000  # that are looked through for data
 _ENTRIES_MAX = 64  # of a list or dict: a longer one holds samples
 _LOOKED_MIN_S, _LOOKED_SHARE = 0.05, 0.01  # of the time, for looks at data that functions reach
 _Loader = DataLoader[Any]
+
+
+class _HasSteps(Protocol):
+    @property
+    def step_number(self) -> int: ...
 
 
 class BetweenSteps:
@@ -60,7 +66,8 @@ class BetweenSteps:
         self._made: WeakKeyDictionary[_Loader, list[tuple[torch.Generator, Any]]] = (
             WeakKeyDictionary()
         )
-        self.training: Any = None  # the batches of the steps, whose iterator goes on
+        self._training: Any = None  # the batches of the steps, whose iterator goes on
+        self._is_in_function = False
         # By function, the loaders that it reaches and that keep their iterator.
         self._keeping: dict[int, list[ref[_Loader]]] = {}
         self._began_s, self._looked_s = time.monotonic(), 0.0
@@ -106,10 +113,46 @@ class BetweenSteps:
                     have_new_iterator(loader)
             seed_step(seed=self._seed, step=step, rank=self._rank, micro_step=BETWEEN)
             DataLoader.__iter__, DataLoader.__init__ = begun, made  # type: ignore[method-assign, assignment]
+            self._is_in_function = True
             try:
                 yield
             finally:
+                self._is_in_function = False
                 DataLoader.__iter__, DataLoader.__init__ = begin, make  # type: ignore[method-assign]
+
+    @contextlib.contextmanager
+    def around_loop(self, batches: Any, run: _HasSteps) -> Iterator[None]:
+        """Have the loop's own passes over DataLoaders begin alike in each process, and those within its batches.
+
+        ``batches``: of the steps of ``run``. A loader that the block makes is left as it is.
+        """
+        given = self._training = getattr(batches, "given", None)
+        if type(given).__module__.startswith("ddp_runner."):
+            yield  # a framework's are seeded where they are drawn
+            return
+        begin, make = DataLoader.__iter__, DataLoader.__init__
+        new: WeakSet[_Loader] = WeakSet()
+
+        @functools.wraps(make)
+        def made(loader: _Loader, *args: Any, **named: Any) -> None:
+            new.add(loader)
+            make(loader, *args, **named)
+
+        @functools.wraps(begin)
+        def begun(loader: _Loader) -> Any:
+            drawn = getattr(batches, "at_step", -1)
+            is_training = loader is given and drawn >= 0
+            if not (self._is_in_function or is_training or loader in new):
+                have_new_workers(loader)
+                for one in generators_in(loader):
+                    seed_pass(one, run.step_number if drawn < 0 else drawn)
+            return begin(loader)
+
+        DataLoader.__iter__, DataLoader.__init__ = begun, made  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            DataLoader.__iter__, DataLoader.__init__ = begin, make  # type: ignore[method-assign]
 
     def _reached(self, function: Any) -> dict[str, Any]:
         """Return the data that ``function`` reaches by its names, with these, and note its loaders that keep their iterator."""
@@ -121,7 +164,7 @@ class BetweenSteps:
                 found[name] = data
                 continue
             found |= {f"{name}.{key}": one for key, one in watched_in(data).items()}
-            if keeps_iterator(data) and data is not self.training:
+            if keeps_iterator(data) and data is not self._training:
                 keeping.append(data)
         self._keeping[id(function)] = [*map(ref, keeping)]
         return found
