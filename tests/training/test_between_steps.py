@@ -209,6 +209,20 @@ def test_the_loop_s_other_passes_begin_alike_in_each_process(options):
     assert seen(2)[1] != seen(7)[1]
 
 
+def test_data_that_the_loop_s_own_passes_change_is_named():
+    """From the second pass on; control: data that does not change."""
+    for data, names in (
+        (Samples(own=True), ["`dataset.random` of an evaluation"]),
+        (Samples(), []),
+    ):
+        process = Process(data=data, shuffle=True, generator=seeded)
+        batches = own_batches(Process().loader)
+        with process.between.around_loop(batches, run := SimpleNamespace(step_number=0)):
+            for run.step_number in range(3):
+                list(process.loader)
+        assert process.named == names
+
+
 DATA = Samples(counts=True)
 SOME = Subset(DATA, range(3))
 

@@ -66,6 +66,8 @@ class BetweenSteps:
         self._made: WeakKeyDictionary[_Loader, list[tuple[torch.Generator, Any]]] = (
             WeakKeyDictionary()
         )
+        # Of loaders that the loop itself goes through; the first look finds nothing.
+        self._watches: WeakKeyDictionary[_Loader, DataWatch] = WeakKeyDictionary()
         self._training: Any = None  # the batches of the steps, whose iterator goes on
         self._is_in_function = False
         # By function, the loaders that it reaches and that keep their iterator.
@@ -144,8 +146,9 @@ class BetweenSteps:
             is_training = loader is given and drawn >= 0
             if not (self._is_in_function or is_training or loader in new):
                 have_new_workers(loader)
-                for one in generators_in(loader):
-                    seed_pass(one, run.step_number if drawn < 0 else drawn)
+                with self._look_since(loader) if drawn < 0 else contextlib.nullcontext():
+                    for one in generators_in(loader):
+                        seed_pass(one, run.step_number if drawn < 0 else drawn)
             return begin(loader)
 
         DataLoader.__iter__, DataLoader.__init__ = begun, made  # type: ignore[method-assign, assignment]
@@ -168,6 +171,21 @@ class BetweenSteps:
                 keeping.append(data)
         self._keeping[id(function)] = [*map(ref, keeping)]
         return found
+
+    @contextlib.contextmanager
+    def _look_since(self, loader: _Loader) -> Iterator[None]:
+        """Note what has changed of its data since its last pass, except for what the block sets again."""
+        if self._is_slow():
+            yield
+            return
+        began_s = time.monotonic()
+        if loader not in self._watches:
+            watch = DataWatch(watched_in(loader), is_kept=self._is_kept, note=self._note_evaluated)
+            self._watches[loader] = watch
+        self._watches[loader].pass_ends()
+        yield
+        self._watches[loader].pass_begins()
+        self._looked_s += time.monotonic() - began_s
 
     def _is_slow(self) -> bool:
         passed_s = time.monotonic() - self._began_s
