@@ -35,7 +35,7 @@ COUNTS = {
     "files with one importer and under 120 lines": 12,
     "functions of more than 60 lines": 1,
     "functions of nine parameters or more": 3,
-    "files": 572,
+    "files": 573,
 }
 
 

@@ -445,7 +445,7 @@ def _called_by(function: types.FunctionType, path: str) -> Iterator[tuple[str, A
         for inner in _wrapped_by(function):
             yield f"{path}.__wrapped__", inner
         return
-    for name in _global_names(function.__code__):
+    for name in global_names(function.__code__):
         one = function.__globals__.get(name)
         if isinstance(one, (types.FunctionType, type)) and _is_walked(one):
             yield one.__qualname__, one
@@ -478,12 +478,13 @@ def _functions_of(value: Any) -> tuple[Any, ...]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _global_names(code: types.CodeType) -> tuple[str, ...]:
+def global_names(code: types.CodeType) -> tuple[str, ...]:
+    """Return the names of globals and attributes in ``code``, and in functions that it defines."""
     inner = [
         name
         for one in code.co_consts
         if isinstance(one, types.CodeType)
-        for name in _global_names(one)
+        for name in global_names(one)
     ]
     return tuple(dict.fromkeys((*code.co_names, *inner)))
 

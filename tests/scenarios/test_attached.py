@@ -805,6 +805,45 @@ if run.is_first:
 """
 
 
+HALF_LABELLED = """\
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+import ddp_runner
+
+run = ddp_runner.attach()
+data = TensorDataset(torch.randn(64, 8), torch.randint(0, 2, (64,)))
+model = torch.nn.Linear(8, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+net = run.ddp(model)
+run.keep(model=model, optimizer=optimizer)
+own = torch.Generator().manual_seed(run.rank)
+rest = DataLoader(torch.randn(40, 8), batch_size=4, shuffle=True, generator=own)
+loader = DataLoader(data, 4, sampler=DistributedSampler(data, run.world_size, run.rank))
+for inputs, labels in run.steps(loader, epochs=2):
+    with run.step():
+        more = net(torch.cat([inputs, next(iter(rest))]))
+        loss = torch.nn.functional.cross_entropy(more[:4], labels) + more[4:].square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+if run.is_first:
+    torch.save(dict(model.state_dict()), "final.pt")
+"""
+
+
+def test_a_loader_that_a_body_begins_in_each_step_draws_alike(tmp_path):
+    """With a generator of its own: in a drill, and in a process that replaces one."""
+    own = tmp_path / "half.py"
+    own.write_text(HALF_LABELLED, encoding="utf-8")
+    (tmp_path / "without").mkdir()
+    with run_loop(tmp_path / "without", loop=own, options=("recovery.drill_at=2",)) as run:
+        assert run.wait() == 0, run.console
+        assert run.summary()["exact"], run.summary()["inexact_reasons"]
+    with run_loop(tmp_path, loop=own, options=("--inject", "kill:rank=1,step=9")) as run:
+        expected = final(tmp_path / "without")
+        assert_as_if_nothing_happened(run, tmp_path, expected, repaired=1)
+
+
 def test_a_number_that_a_function_between_steps_changes_is_changed_once(tmp_path):
     """An attribute of a kept module, where a rank is lost in the step right after the function.
 

@@ -137,6 +137,13 @@ CARRIED = {
         + HEAD
         + "net(batch + torch.randn(2, generator=rng)).sum().backward()",
     ),
+    "a generator that some steps seed": (
+        "rng",
+        "rng = torch.Generator()\n"
+        + HEAD
+        + "if run.step_number > 3: rng.manual_seed(run.step_number)\n"
+        "        net(batch + torch.randn(2, generator=rng)).sum().backward()",
+    ),
     "a prefetched batch": (
         "ahead",
         "more = iter(loader)\nahead = next(more)\n" + HEAD + "now, ahead = ahead, next(more)\n"
@@ -240,6 +247,12 @@ CARRIED = {
 }
 # Each of these changes from step to step too, and none is said.
 HARMLESS = {
+    "a generator that each step seeds": "rng = torch.Generator()\n"
+    + HEAD
+    + "rng.manual_seed(run.step_number); net(batch + torch.randn(2, generator=rng)).sum().backward()",
+    "a generator of Python's that each step seeds": "rng = random.Random(0)\n"
+    + HEAD
+    + "rng.seed(run.step_number); net(batch * rng.random()).sum().backward()",
     "loss and outputs": HEAD
     + "out = net(batch)\n        loss = out.sum()\n        loss.backward()",
     "a timer": "t0 = time.time()\n" + HEAD + "net(batch).sum().backward()\n"

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, TensorDataset
 
 from ddp_runner.checkpoint.left_out import left_out
 from ddp_runner.config import from_flat
@@ -1224,6 +1224,29 @@ def test_a_generator_of_the_loader_s_own_is_where_it_was():
     drawn = [early.take(step)[0][0] for step in range(12)]
     assert torch.equal(late.take(9)[0][0], drawn[9])
     assert not torch.equal(drawn[0], drawn[4])
+
+
+class SeedsItself(RandomSampler):
+    """As people write one, after DistributedSampler."""
+
+    def set_epoch(self, epoch):
+        self.generator.manual_seed(40 + epoch)
+
+
+def test_a_seed_that_set_epoch_gives_a_generator_stays():
+    """In a process that comes late, too, which has seen no other epoch."""
+
+    def loader():
+        data = TensorDataset(torch.arange(20.0))
+        own = SeedsItself(data, generator=torch.Generator().manual_seed(40))
+        return DataLoader(data, batch_size=5, sampler=own)
+
+    early = own_batches(loader())
+    drawn = [early.take(step)[0][0] for step in range(12)]
+    for step in (5, 9):
+        assert torch.equal(own_batches(loader()).take(step)[0][0], drawn[step])
+    order = torch.randperm(20, generator=torch.Generator().manual_seed(42))
+    assert torch.equal(torch.cat(drawn[8:]), order.float())
 
 
 def test_a_body_may_take_something_out_of_its_batch():

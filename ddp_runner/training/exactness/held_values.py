@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn, strided, uint8
 from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ddp_runner.kernel.rules.classify import lacks_memory
 from ddp_runner.training.exactness.traces import Trace
@@ -360,7 +361,10 @@ def _values_of(owners: Mapping[str, Any], *, is_kept: Callable[[Any], bool]) -> 
         if _container_kind(at) is not None:
             found[name] = at
         held = {**_of_classes(at), **attributes_of(at)}
-        found |= {f"{name}.{key}": value for key, value in held.items()}
+        # A loop's loader that keeps its iterator gets a new one for each pass.
+        kept = _BaseDataLoaderIter if isinstance(at, DataLoader) else ()
+        pairs = [pair for pair in held.items() if not isinstance(pair[1], kept)]
+        found |= {f"{name}.{key}": value for key, value in pairs}
     return found
 
 

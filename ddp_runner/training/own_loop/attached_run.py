@@ -41,13 +41,13 @@ from ddp_runner.training.figures.train_report import TrainReport
 from ddp_runner.training.loading.loaders import waiting
 from ddp_runner.training.local_state.by_value import KeptLocally
 from ddp_runner.training.own_loop.batches import (
-    BetweenSteps,
     GivenBatches,
     KeptLoader,
     length_of,
     why_alike,
     why_spawned,
 )
+from ddp_runner.training.own_loop.between_steps import BetweenSteps
 from ddp_runner.training.own_loop.client import LoopClient, LoopSetup
 from ddp_runner.training.own_loop.declared import KEEP_LOCAL, OwnLoop, Recurring, RepeatStep
 from ddp_runner.training.own_loop.kept import KeptState
@@ -306,6 +306,7 @@ class AttachedRun:
         )
         self._client = LoopClient(parts, run_id, self._loop)
         self._held.callback(register_optimizer_step_pre_hook(self._before_update).remove)
+        self._held.enter_context(self._loop.between.around_loop(parts.loader, self))
         # Where the program ends in the midst of it: before multiprocessing waits for a loader's workers.
         atexit.register(self._leave)
         self._engine = self._held.enter_context(engine_of(self._client, parts))

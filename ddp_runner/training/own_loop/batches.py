@@ -5,7 +5,6 @@ A process that comes late draws what is behind it and drops it, so it stands whe
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import hashlib
 import multiprocessing
@@ -28,7 +27,7 @@ from torch.utils.data import (
     Subset,
 )
 from torch.utils.data._utils import MP_STATUS_CHECK_INTERVAL, signal_handling
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter
 
 from ddp_runner.core.settings import Settings
 from ddp_runner.core.step_schedule import RunLength
@@ -37,9 +36,9 @@ from ddp_runner.data.loader import Loader
 from ddp_runner.kernel.rules.faults import Fault, FaultError, FaultKind, Origin
 from ddp_runner.kernel.values.nested import PLAIN, SENT, rebuilt, tensors_in
 from ddp_runner.training.components.tensor_hash import combined, tensor_hash
-from ddp_runner.training.exactness.held_values import DataWatch, owners_of, watched_in
+from ddp_runner.training.exactness.held_values import DataWatch, owners_of
 from ddp_runner.training.own_loop.misuse import misuse
-from ddp_runner.values.generators import seed_offset, seed_step
+from ddp_runner.values.generators import mix64, seed_offset, seed_step
 
 _ELEMENTS_READ = 100_000  # of an array, about, spread over all of it
 _SAYS_AFTER_S = 1.0  # that it draws what is behind
@@ -47,8 +46,9 @@ _LOOKS_EVERY_S = 0.5  # for dead workers, while a batch of a DataLoader is await
 _NONE = object()
 # In the place of a micro-step: where functions are called between steps, and where a batch is drawn.
 BETWEEN, _DRAWING = -1, -2
-# By id; with the generator, so that no other one gets the id: torch before 2.13 has no weak references to one.
-_first_seeds: dict[int, tuple[torch.Generator, int]] = {}
+# Of generators that batches or loaders draw from, by id: the generator, so that no other one gets the id (torch before
+# 2.13 has no weak references to it), the program's seed, and the one of the newest pass.
+_seeds: dict[int, tuple[torch.Generator, int, int]] = {}
 
 
 def leave_deaths_to_loaders() -> None:
@@ -77,68 +77,24 @@ def have_new_workers(loader: Any) -> None:
         loader._iterator = None  # noqa: SLF001 - there is no public name
 
 
-class BetweenSteps:
-    """Has what functions between steps draw depend on the step and the rank alone, not on what this process did before.
+def keeps_iterator(loader: Any) -> bool:
+    """Return True for a loader of a subclass that goes on with one iterator in each pass, so that its workers stay."""
+    return bool(_kept_iterators(loader))
 
-    ``is_kept``, ``note``: as of :class:`DataWatch`, for data that such a function changes.
-    """
 
-    def __init__(
-        self,
-        *,
-        seed: int,
-        rank: int,
-        is_kept: Callable[[Any], bool],
-        note: Callable[[list[str]], object],
-    ) -> None:
-        self._seed, self._rank = seed, rank
-        self._is_kept, self._note = is_kept, note
+def have_new_iterator(loader: Any) -> None:
+    """Have such a loader begin its next pass with a new iterator, as it was made by its constructor."""
+    for name in _kept_iterators(loader):
+        have_new_workers(loader)  # which may have the same one
+        object.__setattr__(loader, name, None)  # ends the workers
+        object.__setattr__(loader, name, DataLoader.__iter__(loader))
 
-    @contextlib.contextmanager
-    def drawing(self, step: int) -> Iterator[None]:
-        """Seed the block. Each pass of it over a DataLoader begins with new workers and a generator seeded alike."""
-        begin, make = DataLoader.__iter__, DataLoader.__init__
-        known: set[int] = set()  # loaders that the block has made, or has begun
-        held: list[DataLoader[Any]] = []  # so that no other one gets the id
-        seed_step(seed=self._seed, step=step, rank=self._rank, micro_step=BETWEEN)
-        with contextlib.ExitStack() as behind:
 
-            def made(loader: DataLoader[Any], *args: Any, **named: Any) -> None:
-                known.add(id(loader))
-                held.append(loader)
-                make(loader, *args, **named)
-
-            def begun(loader: DataLoader[Any]) -> Any:
-                have_new_workers(loader)
-                if id(loader) not in known:
-                    known.add(id(loader))
-                    held.append(loader)
-                    behind.enter_context(self._pass_over(loader, step))
-                return begin(loader)
-
-            DataLoader.__iter__, DataLoader.__init__ = begun, made  # type: ignore[method-assign, assignment]
-            try:
-                yield
-            finally:
-                DataLoader.__iter__, DataLoader.__init__ = begin, make  # type: ignore[method-assign]
-
-    @contextlib.contextmanager
-    def _pass_over(self, loader: DataLoader[Any], step: int) -> Iterator[None]:
-        """Seed its generators, give them back as they were, and note what of its data has changed meanwhile."""
-
-        def note(names: list[str]) -> None:
-            self._note([f"{name} of an evaluation" for name in names])
-
-        generators = generators_in(loader)
-        states = [one.get_state() for one in generators]
-        with DataWatch(watched_in(loader), is_kept=self._is_kept, note=note).around_call():
-            for one in generators:
-                seed_offset(one, first=_first_seed(one), offset=step)
-            try:
-                yield
-            finally:
-                for one, state in zip(generators, states, strict=True):
-                    one.set_state(state)
+def _kept_iterators(loader: Any) -> list[str]:
+    held = vars(loader).items() if isinstance(loader, DataLoader) else ()
+    return [
+        name for name, one in held if isinstance(one, _BaseDataLoaderIter) and name != "_iterator"
+    ]
 
 
 def generators_in(batches: Iterable[Any]) -> list[torch.Generator]:
@@ -147,9 +103,24 @@ def generators_in(batches: Iterable[Any]) -> list[torch.Generator]:
     return list({id(one): one for one in given if isinstance(one, torch.Generator)}.values())
 
 
-def _first_seed(generator: torch.Generator) -> int:
-    """Return the seed that the program has given it: each pass has one that follows from it."""
-    return _first_seeds.setdefault(id(generator), (generator, generator.initial_seed()))[1]
+def _note_seeds(batches: Iterable[Any]) -> None:
+    """Note the seeds that the program has given the generators, before a pass or a function between steps gives others."""
+    for one in generators_in(batches):
+        _seeds.setdefault(id(one), (one, one.initial_seed(), one.initial_seed()))
+
+
+def seed_pass(generator: torch.Generator, step: int) -> None:
+    """Seed it for a pass outside of functions between steps, so that a seed of the program's is never taken for this one."""
+    first = programs_seed(generator)
+    generator.manual_seed(mix64(mix64(first) + step) % 2**63)
+    _seeds[id(generator)] = generator, first, generator.initial_seed()
+
+
+def programs_seed(generator: torch.Generator) -> int:
+    """Return the newest seed that the program has given a generator, which a function between steps may have changed."""
+    now = generator.initial_seed()
+    _, first, of_pass = _seeds.get(id(generator), (generator, now, now))
+    return first if now == of_pass else now
 
 
 def length_of(batches: Iterable[Any], *, accumulate: int, max_steps: int, epochs: int) -> RunLength:
@@ -358,6 +329,7 @@ class OwnBatches:
         ``warn``: of what cannot be copied for a step that is done again.
         """
         self._batches = given.batches
+        _note_seeds(self._batches)
         self._length = given.length
         self._accumulate = given.accumulate
         self._has_length = _count_of(given.batches) is not None
@@ -375,6 +347,8 @@ class OwnBatches:
         self._held: list[Any] = []
         self._looks: list[int] = []
         self.waited_s = 0.0  # for the newest step
+        # The step whose batches are drawn, or the number of the pass that begins; -1: neither.
+        self.at_step = -1
         self.watch: DataWatch | None = None
 
     def take(self, step: int) -> list[Any]:
@@ -382,7 +356,10 @@ class OwnBatches:
         began_s = time.monotonic()
         if self._held_step != step or self._looks != _versions(self._held):
             self._held_step = -1
-            self._held = self._draw(step)
+            try:
+                self._held = self._draw(step)
+            finally:
+                self.at_step = -1
             self._held_step, self._looks = step, _versions(self._held)
         self.waited_s = time.monotonic() - began_s
         return [_handed(one, on_shared=self._say_shared) for one in self._held]
@@ -394,6 +371,11 @@ class OwnBatches:
                 f"the batches hold a {kind}, which cannot be copied: a body must not change it, or a step that is"
                 " done again begins with it changed"
             )
+
+    @property
+    def given(self) -> Iterable[Any]:
+        """Return what the steps were given."""
+        return self._batches
 
     @property
     def worker_pids(self) -> tuple[int, ...]:
@@ -437,16 +419,22 @@ class OwnBatches:
             )
         self._drawn = None
         have_new_workers(self._batches)
+        # Before set_epoch(), which may give them seeds of its own.
+        _note_seeds(self._batches)
+        for generator in generators_in(self._batches):
+            first = _seeds[id(generator)][1]
+            seed_offset(generator, first=first, offset=number)
+            _seeds[id(generator)] = generator, first, generator.initial_seed()
         owners = owners_of(self._batches)
         for owner in owners.values():
             set_epoch = getattr(owner, "set_epoch", None)
             if callable(set_epoch):
                 set_epoch(number)
-        for generator in generators_in(self._batches):
-            seed_offset(generator, first=_first_seed(generator), offset=number)
         if self.watch is not None:
             self.watch.pass_begins()
         seed_step(seed=self._seed, step=number, rank=self._rank, micro_step=_DRAWING)
+        have_new_iterator(self._batches)
+        self.at_step = number
         self._drawn = iter(self._batches)
         self._pass = number
 
@@ -456,6 +444,7 @@ class OwnBatches:
             self.watch.draws()
         # What is loaded in this process draws from the global generators.
         seed_step(seed=self._seed, step=self._next_step, rank=self._rank, micro_step=_DRAWING)
+        self.at_step = self._next_step
         self._alive()  # raises where this rank is to leave: nothing is drawn then
         try:
             found = [self._draw_one() for _ in range(self._accumulate)]

@@ -49,7 +49,7 @@ class Resolved:
     ``is_fixed``: it is no variable, such as a module, a class or a kept object. ``function``: the program's own;
     ``is_foreign``: a function of another file of the program, whose module is ``module``. ``is_kept``: a kept object,
     or something that one holds, so what is written into it trains. ``is_module``: it is kept, and an nn.Module.
-    ``is_container``: it holds nothing once ``clear()`` was called. ``is_getter``: the function is that of a property,
+    ``renewed_by``: its methods that leave nothing of what it was. ``is_getter``: the function is that of a property,
     which runs where the name is read. ``receiver``: what the function's first parameter is, where that is not what
     the name is an attribute of. ``of``: the class in which it is written. ``elements``: the keys of a list, tuple or dict of the program's own objects.
     ``is_used_up``: a call may change it: a module, or a method that draws from a random generator.
@@ -58,7 +58,7 @@ class Resolved:
     is_fixed: bool = False
     is_kept: bool = False
     is_module: bool = False
-    is_container: bool = False
+    renewed_by: frozenset[str] = frozenset()
     function: ast.FunctionDef | ast.AsyncFunctionDef | None = None
     is_foreign: bool = False
     is_getter: bool = False
@@ -348,12 +348,14 @@ class _Reading:
         if name and resolved.function is not None and self.inlined_count < _INLINED_MAX:
             return found | self.inline(name, resolved, node, written, scope)
         found |= self._within_call(node, values, written, scope)
+        owner = (
+            self._dotted(node.func.value, scope) if isinstance(node.func, ast.Attribute) else None
+        )
+        if owner and called(node) in self.find(owner).renewed_by:
+            self._write(owner, node, found, written)
         if name and resolved.is_used_up:
             found |= self._read(name, node, written)
         if isinstance(node.func, ast.Attribute):
-            owner = self._dotted(node.func.value, scope)
-            if owner and node.func.attr == "clear" and self.find(owner).is_container:
-                self._write(owner, node, set(), written)
             of = self.reads(node.func.value, written, scope)
             if not of and node.func.attr.endswith("_"):
                 self.sinks |= found

@@ -13,7 +13,7 @@ from torch import Tensor
 from ddp_runner.core.settings import DdpSettings
 from ddp_runner.core.step_schedule import RunLength
 from ddp_runner.training.components.sync_batchnorm import SyncedNorms
-from ddp_runner.training.own_loop.batches import BetweenSteps
+from ddp_runner.training.own_loop.between_steps import BetweenSteps
 from ddp_runner.training.own_loop.kept import KeptObjects
 from ddp_runner.training.own_loop.misuse import misuse, program_files
 from ddp_runner.training.own_loop.net import AttachedModule

@@ -21,6 +21,7 @@ from ddp_runner.training.exactness.apart import stand_apart
 from ddp_runner.training.exactness.own_share import OwnShare
 from ddp_runner.training.exactness.own_update import Sums, after_backward
 from ddp_runner.training.own_loop.attached_run import AttachedRun
+from ddp_runner.training.own_loop.between_steps import BetweenSteps
 from ddp_runner.training.own_loop.declared import OwnLoop
 from ddp_runner.training.own_loop.misuse import misuse
 from ddp_runner.training.own_loop.net import AttachedModule
@@ -75,6 +76,9 @@ class DrilledRun(AttachedRun):
             batches, max_steps=max_steps, epochs=epochs, accumulate=accumulate
         )
         self._held.callback(register_optimizer_step_pre_hook(self._before_update).remove)
+        seed = self._settings.run.seed
+        between = BetweenSteps(seed=seed, rank=self.rank, is_kept=lambda _: False, note=lambda _: 0)
+        self._held.enter_context(between.around_loop(parts.loader, self))
         return self._one_step(parts, accumulate=accumulate)
 
     def _one_step(self, parts: LoopParts, *, accumulate: int) -> Iterator[Any]:

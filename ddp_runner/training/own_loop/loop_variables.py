@@ -41,6 +41,7 @@ from ddp_runner.values.object_graph import CONTAINERS, LEAVES, Walk, attributes_
 _LOOKS_IN_A_ROW = 4  # then at every power of two: what changes now and then shows too
 _OBJECTS_MAX = 1_000  # in the value of one name
 _LAMBDA = "<lambda>"
+_SEEDS = frozenset({"manual_seed", "seed", "set_state", "setstate"})
 _HOOKS_GET = 3  # arguments at most, of torch: the module, its inputs, its output
 _LEAVES_EARLY = (ast.Return, ast.Raise, ast.Yield, ast.YieldFrom)  # what follows may be left out
 _Functions = dict[tuple[str, int], ast.FunctionDef | ast.AsyncFunctionDef]  # by name and first line
@@ -185,12 +186,12 @@ class LoopVariables:
                 found = replace(self._function(function, path), receiver=receiver, of=of)
                 is_fixed = found.function is not None or self._is_fixed(value)
                 return replace(found, is_fixed=is_fixed, is_used_up=not is_fixed)
-            is_container, elements = type(value) in CONTAINERS, own_objects(value)
+            elements = own_objects(value)
             is_fixed = self._is_fixed(value)
             kinds = (MethodType, BuiltinMethodType, nn.Module)
             return Resolved(
                 is_fixed=is_fixed,
-                is_container=is_container,
+                renewed_by=_renewed_by(value),
                 elements=elements,
                 is_used_up=isinstance(value, kinds) and not is_fixed,
             )
@@ -496,6 +497,13 @@ def _shapes(values: Iterable[Any]) -> Iterator[tuple[int, ...]]:
     for one in values:
         if isinstance(one, (torch.Tensor, np.ndarray)) and math.prod(one.shape) > 1:
             yield tuple(one.shape)
+
+
+def _renewed_by(value: Any) -> frozenset[str]:
+    """Return the methods of a container or a random generator that leave nothing of what it was."""
+    if type(value) in CONTAINERS:
+        return frozenset({"clear"})
+    return _SEEDS if generator_kind(value) else frozenset()
 
 
 def _same(value: Any) -> Look:

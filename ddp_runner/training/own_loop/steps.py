@@ -357,7 +357,7 @@ class LoopSteps:
         own = [(one, one.clone()) for one in buffers if not is_spread(one)]
         for one in due:
             slot.stamp(Phase.EVALUATE, time.monotonic_ns())
-            with self._loop.between.drawing(step):
+            with self._loop.between.drawing(step, one.call):
                 one.call()
             slot.count_done(step)
         for live, was in own:  # of a net that was not put into eval mode
