@@ -156,7 +156,7 @@ def test_state_of_each_rank_is_lost_before_any_save(tmp_path, added, is_own):
     assert [one["kind"] for one in run.summary()["faults"]] == ["rank_killed"]
     reasons = run.summary()["inexact_reasons"]
     assert len(reasons) == is_own, reasons
-    assert all("kept.tally, which each rank has its own of" in one for one in reasons)
+    assert all("each rank had its own kept.tally: since a" in one for one in reasons)
 
 
 def test_a_task_that_plays_is_exact_and_drilled(tmp_path):

@@ -309,6 +309,7 @@ def test_an_iterator_that_steps_use_is_named_where_a_step_differs():
         "on rank 1 (steps use task.more (_SingleProcessDataLoaderIter), which is kept nowhere)"
     )
     assert "in a global" in not_repeated(answers)
+    assert "the samples differ on ranks 0-1 " in not_repeated(["the samples", "the samples"])
 
 
 def test_a_variable_that_is_named_explains_a_first_step_that_differs(monkeypatch):

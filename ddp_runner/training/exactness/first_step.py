@@ -26,7 +26,7 @@ from ddp_runner.kernel.wire.events import Proved, TuningChanged
 from ddp_runner.observe.format import byte_size
 from ddp_runner.training.beside_steps import NOTHING
 from ddp_runner.training.components.tensor_hash import state_hashes
-from ddp_runner.training.exactness.own_share import OwnShare, first_difference
+from ddp_runner.training.exactness.own_share import SAMPLES, OwnShare, first_difference
 from ddp_runner.training.rank_context import RankParts, TaskParts
 from ddp_runner.training.saves.save_room import ROOM_SHARE_MAX
 from ddp_runner.training.state import TrainState
@@ -34,8 +34,6 @@ from ddp_runner.training.step import SparseGradientError, Stepper, StepRules, ow
 
 NAMES_SHOWN = 3
 NOT_DONE = "-"  # instead of the place where two computations differ
-_NOT_ITS_OWN = "which each rank has its own of, is another rank's since"
-_NOT_SEEN = "which is kept nowhere, may have been used before"
 
 
 class FirstStep:
@@ -202,11 +200,13 @@ def not_repeated(answers: Sequence[str], *, unseen: Sequence[str] = ()) -> str:
     if not differing:
         return ""
     ranks = sorted(differing)
+    first = differing[ranks[0]]
+    differ = "differ" if first == SAMPLES else "differs"
     suspects = "a kernel that is not deterministic, or a state that cannot be seen: in a global, a closure, a file"
     if unseen:
         suspects = f"steps use {named(unseen)}, which is kept nowhere"
     return (
-        f"the first step cannot be repeated: computed twice from the same state, {differing[ranks[0]]} differs"
+        f"the first step cannot be repeated: computed twice from the same state, {first} {differ}"
         f" on {rank_list(ranks)} ({suspects})"
     )
 
@@ -258,9 +258,11 @@ class SideComparison:
         if lost := parts.state.take_lost():
             report_lost_names(parts, lost)
         if side.took_over:
-            report_inexact(parts, f"{named(side.took_over)}, {_NOT_ITS_OWN} {_what_came(parts)}")
+            report_inexact(parts, not_its_own(side.took_over, _what_came(parts)))
         if side.doubtful:
-            report_inexact(parts, f"{named(side.doubtful)}, {_NOT_SEEN} {_what_came(parts)}")
+            be = "is" if len(side.doubtful) == 1 else "are"
+            unseen = f"which {be} kept nowhere, may have been used before {_what_came(parts)}"
+            report_inexact(parts, f"{named(side.doubtful)}, {unseen}")
         side.took_over, side.doubtful = [], []
 
     def mine(self) -> dict[str, Any]:
@@ -287,13 +289,12 @@ class SideComparison:
         if not new or not self._is_first:
             return
         self._parts.runtime.logger.info(
-            f"each rank has its own {named(new)}, which steps change: one that is"
-            " replaced goes on with another rank's",
+            f"each rank has its own {named(new)}, which steps change: a rank that is"
+            " replaced continues with another rank's",
             step=self._parts.state.committed_step,
         )
         if any(answer["was_received"] for answer in answers):
-            what = f"{named(new)}, {_NOT_ITS_OWN} {_what_came(self._parts)}"
-            report_inexact(self._parts, what)
+            report_inexact(self._parts, not_its_own(new, _what_came(self._parts)))
 
 
 def report_lost_local(parts: RankParts) -> None:
@@ -343,6 +344,11 @@ def report_lost_names(parts: RankParts, lost: list[str]) -> None:
     """Say that these are not what they would be without a repair, or a resume."""
     came = _what_came(parts)
     report_inexact(parts, f"{named(lost)}, which steps change, could not be kept over {came}")
+
+
+def not_its_own(names: Sequence[str], came: str) -> str:
+    """Return why a run is not exact in which a rank has received state that each rank has its own of."""
+    return f"each rank had its own {named(names)}: since {came} a rank has another rank's"
 
 
 def _what_came(parts: RankParts) -> str:

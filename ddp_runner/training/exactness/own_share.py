@@ -20,6 +20,7 @@ from ddp_runner.training.state import TrainState
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+SAMPLES = "the samples"  # as first_difference names them
 _OF_ZEROS = "0" * 16  # as a bucket has it where there was no gradient
 
 
@@ -121,7 +122,7 @@ def first_difference(one: OwnShare, other: OwnShare, *, names: Sequence[str]) ->
     gradients before the loss, which says less.
     """
     if one.samples != other.samples:
-        return "the samples"
+        return SAMPLES
     for name in names:
         if one.gradients.get(name) != other.gradients.get(name):
             return name
