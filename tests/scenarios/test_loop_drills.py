@@ -174,3 +174,12 @@ def test_what_a_drill_has_found_makes_a_resume_inexact(tmp_path):
     [reason] = run.summary()["inexact_reasons"]
     assert "state that an update uses" in reason
     assert "could not be kept over a resume" in reason
+
+
+def test_a_first_body_that_is_interrupted_is_rehearsed_again(tmp_path):
+    """A rank is lost in the step that the ranks have rehearsed: they compare it after the repair."""
+    kill = ("--inject", "kill:rank=1,step=0")
+    with run_drilled(tmp_path, "--rate", "environment", drills="off", options=kill) as run:
+        assert run.wait() == 0, run.console
+    assert len(run.summary()["faults"]) == 1
+    assert run.summary()["exact"] is False, run.console

@@ -132,6 +132,11 @@ MUTATIONS = (
         "state.is_rehearsed, self._is_first = False, True",
         "state.is_rehearsed, self._is_first = True, True",
     ),
+    _break(
+        "interrupted-is-asked-again",
+        "self._has_rehearsed, self._held = True, None",
+        "self._has_rehearsed, self._held, state.is_rehearsed = True, None, True",
+    ),
     _break("late-alone", "with waiting_for_peers(self.slot):", "if True:"),
     _break(
         "duplicates-now",

@@ -264,6 +264,41 @@ def test_data_that_a_function_reaches_by_its_names_is_looked_at(function, names)
     assert [one.replace("SOME.dataset", "DATA") for one in named] == names
 
 
+class Unaskable:
+    """Raises whatever it is asked."""
+
+    def __getattribute__(self, name):
+        raise ValueError(name)
+
+
+class Compiled:
+    """A class as that of a compiled module: ``__wrapped__`` is no function."""
+
+    def __call__(self):
+        return DATA[1]
+
+
+def compiled():
+    """As torch.compile leaves a function that calls a module."""
+
+
+compiled.__wrapped__ = Compiled()
+
+
+@pytest.mark.parametrize("make", [Unaskable, lambda: compiled], ids=["unaskable", "compiled"])
+def test_what_cannot_be_looked_into_breaks_no_evaluation(make):
+    """It is called as it would be without a look; other data is still looked at."""
+    named, held = [], [make()]
+    between = BetweenSteps(seed=7, rank=0, is_kept=lambda _: False, note=named.extend)
+
+    def evaluate():
+        return held, DATA[0]
+
+    with between.drawing(10, evaluate):
+        assert len(evaluate()) == 2
+    assert named == ["`DATA.loads` of an evaluation"]
+
+
 def test_data_that_an_evaluation_changes_is_named():
     """A new process lacks what earlier ones have changed; control: in workers, which are new each time, nothing is."""
     for data, name in (

@@ -46,6 +46,7 @@ class Body:
 
     def __init__(self, sums=None):
         self.state = small_state()
+        self.state.is_rehearsed = False
         self.net = AttachedModule(self.state.model)
         self.found = []
         wanted = ShareWanted(
@@ -244,6 +245,7 @@ class Steps:
             slot=make_slot(), report=self.reported.append, rank_info=SimpleNamespace(rank=0)
         )
         self.state = small_state()
+        self.state.is_rehearsed = False
         self.group = SimpleNamespace(
             rank=0,
             membership=SimpleNamespace(generation=1),
@@ -270,6 +272,7 @@ class Steps:
 
     def commit(self, *, at_end=False):
         self.state.committed_step += 1
+        self.state.is_rehearsed = True
         self.watched.end()
         self.check.after(self.state.committed_step, self.group, at_end=at_end)
 
@@ -337,11 +340,22 @@ def test_a_finding_is_reported_by_a_rank_that_knows_it(monkeypatch, reporter, is
 def test_a_replacement_takes_part_in_what_the_others_know(monkeypatch):
     """It has no finding of its own, and is asked as they are."""
     steps, asked = Steps(monkeypatch), []
+    steps.state.is_rehearsed = True  # as it was received
     steps.group.membership = SimpleNamespace(generation=2)
     steps.group.exchange = lambda name, value: asked.append(name) or [value, said(None, "why")]
     steps.more()
     assert len(asked) == 1
     assert steps.said == []
+
+
+def test_a_first_step_is_compared_also_where_a_fault_interrupted_it(monkeypatch):
+    """The ranks have rehearsed it again in the next generation."""
+    steps = Steps(monkeypatch, "last.bias")
+    steps.group.membership = SimpleNamespace(generation=2)
+    steps.first(1.0, 2.0)
+    steps.more()
+    assert len(steps.said) == 1
+    assert "cannot be repeated" in steps.said[0]
 
 
 def test_ranks_of_a_lost_coordinator_take_part_in_a_first_step_again(monkeypatch):

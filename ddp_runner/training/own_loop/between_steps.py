@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from ddp_runner.kernel.rules.classify import lacks_memory
 from ddp_runner.system.code_files import is_users_file
 from ddp_runner.training.exactness.held_values import DataWatch, watched_in
 from ddp_runner.training.own_loop.batches import (
@@ -240,7 +241,16 @@ def data_of(function: Any) -> list[tuple[str, Any]]:
     return [(name, at) for name, at, _ in found if issubclass(type(at), (Dataset, DataLoader))]
 
 
-def _within(name: str, at: Any) -> Iterable[tuple[str, Any]] | None:  # noqa: PLR0911 - a row for each kind
+def _within(name: str, at: Any) -> Iterable[tuple[str, Any]] | None:
+    try:
+        return _parts_of(name, at)
+    except Exception as error:  # an object that cannot even be asked for its class
+        if lacks_memory(error):
+            raise
+        return None
+
+
+def _parts_of(name: str, at: Any) -> Iterable[tuple[str, Any]] | None:  # noqa: PLR0911 - a row for each kind
     kind = type(at)
     if issubclass(kind, (Dataset, DataLoader, ModuleType, torch.Tensor)):
         return None
@@ -249,8 +259,10 @@ def _within(name: str, at: Any) -> Iterable[tuple[str, Any]] | None:  # noqa: PL
     if kind is MethodType:
         return [(name, at.__func__), ("self", at.__self__)]
     if kind is FunctionType:
-        at = within_wrappers(at)
-        return _of_function(at) if is_users_file(at.__code__.co_filename) else None
+        inner = within_wrappers(at)
+        if type(inner) is not FunctionType:  # such as a module that torch.compile has wrapped
+            return [(name, inner)]
+        return _of_function(inner) if is_users_file(inner.__code__.co_filename) else None
     if issubclass(kind, CONTAINERS):
         is_map = isinstance(at, dict)
         if len(at) > _ENTRIES_MAX or (is_map and kind is not dict):

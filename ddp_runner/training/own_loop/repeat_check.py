@@ -63,7 +63,9 @@ class RepeatCheck(BesideSteps):
         """Note the first step of a launch, at each attempt."""
         del micro_batches
         is_first = is_first_generation(group.membership.generation, self._parts.settings.stage)
-        if self._is_over or not is_first or not isinstance(stepper, WatchedStep):
+        # In a later generation only where an interrupted first step is rehearsed again.
+        may_be_first = is_first or not self._state.is_rehearsed
+        if self._is_over or not may_be_first or not isinstance(stepper, WatchedStep):
             self._is_over = True
             yield
             return
