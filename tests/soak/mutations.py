@@ -137,6 +137,12 @@ MUTATIONS = (
         "self._has_rehearsed, self._held = True, None",
         "self._has_rehearsed, self._held, state.is_rehearsed = True, None, True",
     ),
+    _break(
+        "interrupted-is-asked-again",
+        "is_first or not self._state.is_rehearsed",
+        "is_first",
+        after="# In a later generation only where an interrupted first step is rehearsed again.",
+    ),
     _break("late-alone", "with waiting_for_peers(self.slot):", "if True:"),
     _break(
         "duplicates-now",

@@ -494,6 +494,9 @@ class LoopSteps:
             parameters, side = self._held
             state.buffers.follow_changed_since(parameters)
             state.side.follow_changed_since(side)
+            # INVARIANT interrupted-is-asked-again: a loop's first step that a fault interrupts is rehearsed again, until it is made.
+            # Broken if: a rank is lost in it, and state in the environment that changes the step goes unreported.
+            # Guarded by: test_a_first_body_that_is_interrupted_is_rehearsed_again.
             self._has_rehearsed, self._held = True, None
         state.drop_rehearsed()
         if state.committed_step == EMPTY_STEP:
@@ -538,13 +541,9 @@ class LoopSteps:
     def _commit_step(self, agreed: Agreed, *, has_updated: bool) -> StepResult:
         self._commit.end_change(agreed, applied=True, samples=self._parts.workload.global_batch)
         self._state.committed()
-        # INVARIANT interrupted-is-asked-again: a loop's first step that a fault interrupts is rehearsed again, until it is made.
-        # Broken if: a rank is lost in it, and state in the environment that changes the step goes unreported.
-        # Guarded by: test_a_first_body_that_is_interrupted_is_rehearsed_again.
+        # Where nothing was rehearsed, or held for it, the first step shows what steps change.
         if not self._state.is_rehearsed:
-            if (
-                not self._has_rehearsed
-            ):  # or nothing was held for it: the first step shows what steps change
+            if not self._has_rehearsed:
                 self._state.side.look_again(whole=True)
             self._state.is_rehearsed = True
         self._watched.end()
