@@ -176,11 +176,14 @@ def test_what_a_drill_has_found_makes_a_resume_inexact(tmp_path):
     assert "could not be kept over a resume" in reason
 
 
-@pytest.mark.parametrize("phase", ["forward", "reduce"])
-def test_a_first_body_that_is_interrupted_is_rehearsed_again(tmp_path, phase):
+@pytest.mark.parametrize(
+    ("words", "options"),
+    [((), ("--inject", "kill:rank=1,step=0,phase=forward")), (("--loses",), ())],
+    ids=["rehearsed", "made"],
+)
+def test_a_first_body_that_is_interrupted_is_rehearsed_again(tmp_path, words, options):
     """A rank is lost while the ranks rehearse it, or make the step: they compare both after the repair."""
-    kill = ("--inject", f"kill:rank=1,step=0,phase={phase}")
-    with run_drilled(tmp_path, "--hidden", drills="off", options=kill) as run:
+    with run_drilled(tmp_path, "--hidden", *words, drills="off", options=options) as run:
         assert run.wait() == 0, run.console
     assert len(run.summary()["faults"]) == 1
     assert "the first step cannot be repeated" in "; ".join(run.summary()["inexact_reasons"])
