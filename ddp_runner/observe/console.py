@@ -76,7 +76,7 @@ class _Alarm:
     held_back: int = 0
 
     def is_news(self, level: str) -> bool:
-        """Return False if nothing was held back but a warning of ranks that had not said it: what one says, most say."""
+        """Return False if nothing was held back, or only a warning that other ranks have given once each."""
         is_each_once = self.held_back == len(self.ranks) and not self.ranks & self.of
         return bool(self.held_back) and not (level == "WARNING" and is_each_once)
 

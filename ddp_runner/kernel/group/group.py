@@ -354,7 +354,7 @@ def _used(
     """
     group, store = _default_group(), dist.distributed_c10d._get_default_store()  # noqa: SLF001 - as above
     try:
-        backend = group._get_backend(device).name()  # noqa: SLF001 - there is no public name
+        backend = group._get_backend(device)  # noqa: SLF001 - there is no public name
     except RuntimeError:
         expected = f"has no backend for {device.type}: give one, or leave the call out"
         raise BadInputError("init_process_group", dist.get_backend(), expected) from None
@@ -362,14 +362,14 @@ def _used(
     own = store.clone() if hasattr(store, "clone") else store
     keys = PrefixStore(f"ddp_runner/{next(_uses)}", own)
     keys.set_timeout(timedelta(seconds=timeout_s))  # the group's own is half an hour
-    is_silent = ends_in_silence(backend)
+    is_silent = ends_in_silence(backend.name())
     communicators = Communicators(group, switch, device) if is_silent else None
     try:
         yield Group(membership, keys, device=device, switch=switch, communicators=communicators)
     except BaseException:
-        if backend == "gloo":
+        if backend.name() == "gloo":
             # Peers may wait in a collective that this rank will not enter.
-            _fail_operations(_gloo())
+            _fail_operations(backend)
         raise
     finally:
         switch.close()

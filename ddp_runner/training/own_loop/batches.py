@@ -110,7 +110,7 @@ def _note_seeds(batches: Iterable[Any]) -> None:
 
 
 def seed_pass(generator: torch.Generator, step: int) -> None:
-    """Seed it for a pass outside of functions between steps, so that a seed of the program's is never taken for this one."""
+    """Seed ``generator`` for a pass over a DataLoader in the loop itself, by the program's seed and ``step``."""
     first = programs_seed(generator)
     generator.manual_seed(mix64(mix64(first) + step) % 2**63)
     _seeds[id(generator)] = generator, first, generator.initial_seed()

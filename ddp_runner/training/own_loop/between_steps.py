@@ -1,4 +1,4 @@
-"""What functions between the steps of a loop draw and change: the same in a process that comes late as in an older one."""
+"""Makes what a loop draws between its steps the same in a replacement as in an older process, and names data that it changes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class _HasSteps(Protocol):
 
 
 class BetweenSteps:
-    """Has what functions between steps draw depend on the step and the rank alone, not on what this process did before.
+    """Makes random draws between steps depend on the step and the rank alone, not on what this process did before.
 
     ``is_kept``, ``note``: as of :class:`DataWatch`, for data that such a function changes.
     """
@@ -125,7 +125,7 @@ class BetweenSteps:
 
     @contextlib.contextmanager
     def around_loop(self, batches: Any, run: _HasSteps) -> Iterator[None]:
-        """Have the loop's own passes over DataLoaders begin alike in each process, and those within its batches.
+        """Begin the loop's own passes over DataLoaders, and those within its batches, in the same way in each process.
 
         ``batches``: of the steps of ``run``. A loader that the block makes is left as it is.
         """
