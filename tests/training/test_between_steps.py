@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import gc
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ddp_runner.training.own_loop.between_steps import BetweenSteps
 from ddp_runner.values.generators import seed_host
 from tests.training.test_own_loop import own_batches
+
+
+@pytest.fixture(autouse=True)
+def workers_end():
+    """Workers end with their test: the garbage collector would wait 5 s for each, as it frees their queues first."""
+    yield
+    for loader in [one for one in gc.get_objects() if issubclass(type(one), DataLoader)]:
+        for name in [
+            key for key, one in vars(loader).items() if isinstance(one, _BaseDataLoaderIter)
+        ]:
+            object.__setattr__(loader, name, None)
 
 
 class Samples(Dataset):
